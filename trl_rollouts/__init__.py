@@ -1,0 +1,95 @@
+"""Ready-made rollouts for TRL's GRPOTrainer: multi-turn training on exactly the tokens that the server sampled.
+
+    from trl_rollouts import tool_rollout
+    trainer = GRPOTrainer(..., rollout_func=tool_rollout([multiply]))
+
+Importing this package is free: names are resolved when they are first used, so no torch, trl, vllm or HTTP library is
+loaded by the import alone.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .clients import Client, connect
+    from .env import Env, StepResult, with_task
+    from .errors import (
+        EnvError,
+        PromptTooLongError,
+        RequestError,
+        RolloutError,
+        ServerError,
+        SetupError,
+        TemplateError,
+        WeightSyncError,
+    )
+    from .metrics import env_reward
+    from .parsing import parse_hermes
+    from .rollout import Rollout, env_rollout, tool_rollout
+    from .sampling import Sampling
+    from .trajectory import Completion, Message, StopReason, Trajectory
+    from .transcripts import read_transcripts
+    from .weights import CheckpointSync
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "clients": ("Client", "connect"),
+    "env": ("Env", "StepResult", "with_task"),
+    "errors": (
+        "EnvError",
+        "PromptTooLongError",
+        "RequestError",
+        "RolloutError",
+        "ServerError",
+        "SetupError",
+        "TemplateError",
+        "WeightSyncError",
+    ),
+    "metrics": ("env_reward",),
+    "parsing": ("parse_hermes",),
+    "rollout": ("Rollout", "env_rollout", "tool_rollout"),
+    "sampling": ("Sampling",),
+    "trajectory": ("Completion", "Message", "StopReason", "Trajectory"),
+    "transcripts": ("read_transcripts",),
+    "weights": ("CheckpointSync",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: RUF022 (in the order of a first reading; a test holds that it is complete)
+    "tool_rollout",
+    "env_rollout",
+    "Rollout",
+    "env_reward",
+    "with_task",
+    "Env",
+    "StepResult",
+    "Message",
+    "Trajectory",
+    "StopReason",
+    "Sampling",
+    "Completion",
+    "Client",
+    "connect",
+    "parse_hermes",
+    "CheckpointSync",
+    "read_transcripts",
+    "RolloutError",
+    "SetupError",
+    "ServerError",
+    "RequestError",
+    "WeightSyncError",
+    "TemplateError",
+    "PromptTooLongError",
+    "EnvError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'trl_rollouts' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,83 @@
+"""From token ids to token ids: what a server is to this package, and finding out which one answers.
+
+A `Client` samples one completion for one context. `connect` asks the server what it is, takes the module that speaks
+its protocol, and proves that what it samples can be trained on: same vocabulary, logprobs at the sampling
+temperature, room for a completion. A wrong set-up is refused with the flag to add.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..sampling import Sampling
+from ..tokens import ChatTokenizer
+from ..trajectory import Completion
+
+
+class Client(Protocol):
+    """Samples completions. Used from one event loop."""
+
+    max_model_len: int | None
+    """Tokens of prompt and completion together that the server can hold; None if it does not say."""
+
+    async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
+        """One completion of `token_ids`.
+
+        Raises:
+            RequestError: this request failed; others may succeed.
+            ServerError: the server is gone, or breaks its protocol.
+        """
+
+    async def close(self) -> None:
+        """Abort what is under way and close connections."""
+
+
+def normal_url(url: str) -> str:
+    """An address with a scheme and without a slash at its end."""
+    return (url if url.startswith(("http://", "https://")) else f"http://{url}").rstrip("/")
+
+
+async def connect(
+    base_url: str | Sequence[str],
+    tokenizer: ChatTokenizer,
+    *,
+    max_completion_length: int = 1,
+    max_model_len: int | None = None,
+    wait_s: float = 0.0,
+    request_timeout_s: float = 600.0,
+) -> Client:
+    """A client for the vLLM server, or servers, at `base_url`.
+
+    Args:
+        base_url: one address, or several that serve the same model; requests go to the least busy one.
+        tokenizer: the trainer's, which the server's must equal.
+        max_completion_length: tokens of a completion that the server's context must have room for.
+        max_model_len: the server's context, for a server that does not tell it (TRL's own).
+        wait_s: seconds to wait for a server that does not answer yet.
+        request_timeout_s: seconds that one request may take, queueing in the server included.
+
+    Raises:
+        ServerError: nothing answers, or something that is neither `vllm serve` nor `trl vllm-serve`.
+        SetupError: the server runs, but what it samples could not be trained on.
+    """
+    from .detect import connect_one
+    from .pool import PoolClient
+
+    urls = [base_url] if isinstance(base_url, str) else list(base_url)
+    clients: list[Client] = []
+    try:
+        for url in urls:
+            clients.append(
+                await connect_one(
+                    normal_url(url),
+                    tokenizer,
+                    max_completion_length=max_completion_length,
+                    max_model_len=max_model_len,
+                    wait_s=wait_s,
+                    request_timeout_s=request_timeout_s,
+                )
+            )
+    except BaseException:
+        for client in clients:
+            await client.close()
+        raise
+    return clients[0] if len(clients) == 1 else PoolClient(clients)

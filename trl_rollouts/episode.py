@@ -1,0 +1,166 @@
+"""The one loop: a trajectory from its prompt to its end.
+
+    messages = reset(prompt); prompt_ids = render(messages, tools)
+    repeat  completion = generate(context, room left)        appended with mask 1 and its logprobs
+            action = parse(completion); step = env.step(action)
+            ended? no turn or no room left?                  a row never ends on an observation
+            append bridge(step.messages)                     mask 0, logprob 0.0
+
+The loop knows no tool and no game, and environments know no token. Whatever fails in here is attributed (`errors`) and
+ends this trajectory, unless it is the run's failure.
+"""
+
+import asyncio
+import copy
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .clients import Client
+from .env import Env, EnvFactory, call, checked_messages, checked_step
+from .errors import EnvError, boundary, is_data
+from .parsing import Parser, find_parser, parse_plain
+from .sampling import Sampling
+from .tokens import ChatTokenizer, check_room
+from .trajectory import Completion, Message, StopReason, Trajectory
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 30.0
+
+Prompt = str | list[Message]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What the trajectories of one call share."""
+
+    env_factory: EnvFactory
+    client: Client
+    tokenizer: ChatTokenizer
+    parser: Parser | None
+    """None: found from the chat template where the environment has tools."""
+    sampling: Sampling
+    max_completion_length: int
+    """Tokens of a whole trajectory, observations included."""
+    max_turns: int
+    timeout_s: float
+
+    def room(self, trajectory: Trajectory) -> int:
+        """Tokens that may still be appended."""
+        room = self.max_completion_length - len(trajectory.completion_ids)
+        if self.client.max_model_len is None:
+            return room
+        return min(room, self.client.max_model_len - len(trajectory.prompt_ids) - len(trajectory.completion_ids))
+
+
+async def run_trajectory(prompt: Prompt, seed_index: int, setting: Setting) -> Trajectory:
+    """One trajectory, ended in every case but one: an infra failure is raised.
+
+    Args:
+        prompt: as the dataset has it, messages or a string.
+        seed_index: distinguishes this trajectory from all others of the run, for a user's `seed`.
+        setting: what it shares with the other trajectories of its call.
+    """
+    trajectory = Trajectory()
+    limit = asyncio.timeout(setting.timeout_s)
+    try:
+        async with limit:
+            await _episode(trajectory, prompt, seed_index, setting)
+    except Exception as error:
+        if limit.expired() and trajectory.num_kept:
+            trajectory.end(StopReason.TIMEOUT)
+        elif limit.expired():
+            trajectory.fail(EnvError(f"no turn was finished within trajectory_timeout_s={setting.timeout_s:g}"))
+        elif is_data(error):
+            trajectory.fail(error)
+        else:
+            raise
+    return trajectory
+
+
+async def _episode(trajectory: Trajectory, prompt: Prompt, seed_index: int, setting: Setting) -> None:
+    with boundary(EnvError, "the environment could not be made"):
+        env = await call(setting.env_factory)
+    try:
+        tools = await _begin(trajectory, env, prompt, setting)
+        parser = setting.parser or (find_parser(setting.tokenizer.chat_template) if tools else parse_plain)
+        while trajectory.stop_reason is None:
+            await _turn(trajectory, env, parser, seed_index, setting)
+    finally:
+        await _close(env)
+
+
+async def _begin(trajectory: Trajectory, env: Env, prompt: Prompt, setting: Setting) -> Sequence[Any]:
+    """Reset the environment and render what it opens with; the schemas of its tools."""
+    opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt)
+    with boundary(EnvError, "env.reset failed"), _timed(trajectory, "env_s"):
+        messages = checked_messages(await call(env.reset, copy.deepcopy(opening)), "what env.reset returns")
+    if isinstance(prompt, str) and messages != opening:
+        raise EnvError("env.reset changed a prompt that is a string; such a prompt needs to be a list of messages.")
+    tools: Sequence[Any] = getattr(env, "tools", None) or ()  # optional in the protocol
+    trajectory.prompt_ids = setting.tokenizer.prompt(prompt if isinstance(prompt, str) else messages, tools)
+    trajectory.messages = [{key: value for key, value in message.items() if key != "task"} for message in messages]
+    check_room(trajectory.prompt_ids, setting.client.max_model_len)
+    return tools
+
+
+async def _turn(trajectory: Trajectory, env: Env, parser: Parser, seed_index: int, setting: Setting) -> None:
+    """One completion and what follows it."""
+    sampling = setting.sampling.limited(setting.room(trajectory)).seeded(seed_index, trajectory.num_turns)
+    with _timed(trajectory, "generate_s"):
+        context = trajectory.prompt_ids + trajectory.completion_ids
+        completion = await setting.client.generate(context, sampling)
+    trajectory.append_completion(completion)
+    with boundary(EnvError, "the parser failed"):
+        action = parser(setting.tokenizer.decode(completion.token_ids))
+    trajectory.messages.append(action)
+    with boundary(EnvError, "env.step failed"), _timed(trajectory, "env_s"):
+        step = checked_step(await call(env.step, copy.deepcopy(action)))
+        messages = checked_messages(step.messages, "StepResult.messages")
+    trajectory.step_rewards.append(step.reward)
+    trajectory.infos.append(step.info)
+
+    cut = completion.finish_reason == "length"
+    if cut and (step.terminated or setting.room(trajectory) <= 0):
+        trajectory.end(StopReason.LENGTH)
+    elif step.terminated or step.truncated:
+        trajectory.end(StopReason.TERMINATED if step.terminated else StopReason.TRUNCATED)
+    elif trajectory.num_turns >= setting.max_turns:
+        trajectory.end(StopReason.MAX_TURNS)
+    else:
+        _observe(trajectory, messages, completion, setting)
+
+
+def _observe(trajectory: Trajectory, messages: list[Message], completion: Completion, setting: Setting) -> None:
+    """Append the observation whole, with room for a next token, or end here: a part of it would mislead."""
+    if not messages:
+        raise EnvError("env.step returned no message and did not end the episode, so the model has nothing to answer.")
+    ended = completion.token_ids[-1] in setting.tokenizer.eos_token_ids
+    bridge = setting.tokenizer.bridge(messages, ended=ended)
+    if setting.room(trajectory) <= len(bridge):
+        trajectory.end(StopReason.LENGTH)
+        return
+    trajectory.append_observation(bridge)
+    trajectory.messages += messages
+
+
+async def _close(env: Env) -> None:
+    """Close the environment; a failure to close is worth a line, not a row."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await call(env.close)
+    except Exception as error:
+        logger.warning("env.close failed: %s: %s", type(error).__name__, error)
+
+
+@contextmanager
+def _timed(trajectory: Trajectory, name: str) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        trajectory.timings[name] = trajectory.timings.get(name, 0.0) + time.monotonic() - started

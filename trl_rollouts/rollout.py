@@ -1,0 +1,329 @@
+"""Rollouts for `GRPOTrainer(rollout_func=...)`: what a call reads from the trainer, does, and returns.
+
+    rollout_func(prompts, trainer)          len(prompts) rows in, as many out, in order; on every rank with its slice
+     1  settings, tokenizer, client         the server is proved at the first call; the settings are read at every call
+     2  weights, where TRL does not sync    before the first request
+     3  trajectories                        each on its own (`episode`), at most max_concurrency at a time
+     4  transcripts, figures
+     5  columns                             every length asserted
+
+TRL repeats each prompt num_generations times before it calls, and may split a group over ranks: nothing here counts
+groups.
+"""
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+from .clients import Client, connect, normal_url
+from .engine import Engine
+from .env import EnvFactory
+from .episode import Prompt, Setting, run_trajectory
+from .errors import RolloutError, SetupError
+from .metrics import log_figures, mostly_cut
+from .parsing import Parser
+from .sampling import Sampling
+from .tokens import ChatTokenizer
+from .tools import Tool, ToolEnv
+from .trajectory import StopReason, Trajectory, columns
+from .transcripts import write_transcripts
+from .weights import CheckpointSync
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutOptions(TypedDict, total=False):
+    """What every rollout takes besides its own arguments. Sampling is not among them: it is `GRPOConfig`'s."""
+
+    base_url: str | Sequence[str] | None
+    """The vLLM server, or several that serve the same model. By default the one that the trainer is configured "
+    "with."""
+    client: Client | None
+    """Samples in place of a server, such as `trl_rollouts.testing.ScriptedClient`."""
+    parser: Parser | None
+    """Reads tool calls from a completion. By default found from the chat template, or refused."""
+    max_concurrency: int
+    """Trajectories under way at a time (256)."""
+    request_timeout_s: float
+    """Seconds that one request may take, queueing in the server included (600)."""
+    trajectory_timeout_s: float
+    """Seconds after which a trajectory ends with the turns it has (1500, below torch's 1800 for a waiting process)."""
+    transcript_dir: str | os.PathLike[str] | None
+    """Folder for one JSON line a trajectory; none by default."""
+    weight_sync: CheckpointSync | Literal["auto"] | None
+    """How the server gets the trainer's weights where TRL does not sync them. "auto": by `CheckpointSync` with
+    `use_vllm=False`, by TRL itself with its server mode. None: not at all."""
+
+
+class Rollout:
+    """A `rollout_func`. Make one with `tool_rollout` or `env_rollout`, which say what the arguments mean."""
+
+    def __init__(
+        self,
+        env_factory: EnvFactory,
+        *,
+        max_turns: int,
+        base_url: str | Sequence[str] | None = None,
+        client: Client | None = None,
+        parser: Parser | None = None,
+        max_concurrency: int = 256,
+        request_timeout_s: float = 600.0,
+        trajectory_timeout_s: float = 1500.0,
+        transcript_dir: str | os.PathLike[str] | None = None,
+        weight_sync: CheckpointSync | Literal["auto"] | None = "auto",
+    ) -> None:
+        if base_url is not None and client is not None:
+            raise SetupError("Pass base_url or client, not both.")
+        for name, value in {
+            "max_turns": max_turns,
+            "max_concurrency": max_concurrency,
+            "request_timeout_s": request_timeout_s,
+            "trajectory_timeout_s": trajectory_timeout_s,
+        }.items():
+            if value <= 0:
+                raise SetupError(f"{name} must be positive, not {value!r}.")
+        self._env_factory = env_factory
+        self._max_turns = max_turns
+        urls = [base_url] if isinstance(base_url, str) else base_url
+        self._base_urls = None if urls is None else [normal_url(url) for url in urls]
+        self._given_client = client
+        self._client: Client | None = None
+        self._parser = parser
+        self._max_concurrency = max_concurrency
+        self._request_timeout_s = request_timeout_s
+        self._trajectory_timeout_s = trajectory_timeout_s
+        self._transcript_dir = None if transcript_dir is None else Path(transcript_dir)
+        self._weight_sync = weight_sync
+        self._own_sync = CheckpointSync()
+        self._engine: Engine | None = None
+        self._warned: set[str] = set()
+
+    def __call__(self, prompts: Sequence[Prompt], trainer: Any) -> dict[str, list[Any]]:
+        """One trajectory for each prompt, as the columns of TRL's contract.
+
+        Raises:
+            SetupError: the trainer, the server and the arguments cannot work together.
+            ServerError: the server is gone.
+            RolloutError: every trajectory failed; the first cause is named and chained.
+        """
+        if getattr(trainer, "tools", None):
+            raise SetupError(
+                "GRPOTrainer got tools= and rollout_func=. TRL would run its own tool loop on top of this rollout's. "
+                "Remove tools= from the trainer and pass the functions to tool_rollout."
+            )
+        if self._engine is None:
+            self._engine = Engine()
+        tokenizer = ChatTokenizer(
+            trainer.processing_class,
+            chat_template=trainer.chat_template,
+            template_kwargs=trainer.chat_template_kwargs,
+            eos_token_ids=_eos_token_ids(trainer),
+        )
+        sampling = Sampling.from_config(trainer.args)
+        self._warn_of_settings(trainer, sampling)
+        base_urls = self._urls(trainer)
+        client = self._connected(trainer, tokenizer, base_urls)
+        self._sync_weights(trainer, base_urls)
+
+        setting = Setting(
+            env_factory=self._env_factory,
+            client=client,
+            tokenizer=tokenizer,
+            parser=self._parser,
+            sampling=sampling,
+            max_completion_length=trainer.args.max_completion_length,
+            max_turns=self._max_turns,
+            timeout_s=self._trajectory_timeout_s,
+        )
+        step, rank = int(trainer.state.global_step), int(trainer.accelerator.process_index)
+        seeds = [hash((step, rank, index)) for index in range(len(prompts))]  # of ints: the same in every process
+        trajectories = self._engine.run(_run_all(prompts, seeds, setting, self._max_concurrency))
+        self._report(trainer, trajectories)
+        return columns(trajectories, placeholder_id=tokenizer.eos_token_id)
+
+    def close(self) -> None:
+        """Close connections and end the thread. Also happens when the Rollout is collected, or Python exits."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._client = None
+
+    def _urls(self, trainer: Any) -> list[str]:
+        """The servers' addresses: ours, or the ones that the trainer is configured with; none for a given client."""
+        args = trainer.args
+        if self._given_client is not None:
+            return []
+        if self._base_urls is not None:
+            return self._base_urls
+        if args.vllm_server_base_url:
+            return [normal_url(args.vllm_server_base_url)]
+        if trainer.use_vllm and args.vllm_mode == "server":
+            return [normal_url(f"{args.vllm_server_host}:{args.vllm_server_port}")]
+        raise SetupError(
+            f"No server to sample from: use_vllm={trainer.use_vllm}, vllm_mode={args.vllm_mode!r} names none. Start "
+            "one (`trl-rollouts serve MODEL`) and pass base_url='http://localhost:8000', or set vllm_mode='server' "
+            "with use_vllm=True, or vllm_server_base_url, in GRPOConfig."
+        )
+
+    def _connected(self, trainer: Any, tokenizer: ChatTokenizer, base_urls: list[str]) -> Client:
+        """The client, proved against this trainer when it is first needed."""
+        if self._given_client is not None:
+            return self._given_client
+        if self._client is None:
+            assert self._engine is not None
+            limits = (trainer.args.vllm_max_model_length, trainer.model.config.max_position_embeddings)
+            self._client = self._engine.run(
+                connect(
+                    base_urls,
+                    tokenizer,
+                    max_completion_length=trainer.args.max_completion_length,
+                    max_model_len=next((limit for limit in limits if limit), None),
+                    wait_s=trainer.args.vllm_server_timeout,
+                    request_timeout_s=self._request_timeout_s,
+                )
+            )
+            self._engine.cleanups.append(self._client.close)
+        return self._client
+
+    def _sync_weights(self, trainer: Any, base_urls: list[str]) -> None:
+        """Bring the trainer's weights to servers that TRL does not sync; a step's first request comes after."""
+        sync = self._weight_sync
+        if sync == "auto":
+            if trainer.use_vllm and self._base_urls is not None and not self._is_trainers_server(trainer.args):
+                raise SetupError(
+                    f"TRL syncs its weights to its own vLLM (vllm_mode={trainer.args.vllm_mode!r}), not to "
+                    f"{base_urls}. Leave out base_url to use the trainer's server, or pass "
+                    "weight_sync=CheckpointSync(), or weight_sync=None if those servers' weights are meant to stay "
+                    "as they are."
+                )
+            sync = None if trainer.use_vllm or not base_urls else self._own_sync
+        if sync is not None:
+            sync.sync(trainer, base_urls)
+
+    def _is_trainers_server(self, args: Any) -> bool:
+        own = args.vllm_server_base_url or f"{args.vllm_server_host}:{args.vllm_server_port}"
+        return args.vllm_mode == "server" and self._base_urls == [normal_url(own)]
+
+    def _report(self, trainer: Any, trajectories: Sequence[Trajectory]) -> None:
+        """Transcripts, figures, warnings; raises where nothing is left to train on."""
+        mode = "train" if trainer.model.training else "eval"
+        if self._transcript_dir is not None and trajectories:
+            write_transcripts(
+                self._transcript_dir,
+                trajectories,
+                step=int(trainer.state.global_step),
+                mode=mode,
+                rank=int(trainer.accelerator.process_index),
+            )
+        failed = [trajectory for trajectory in trajectories if trajectory.stop_reason is StopReason.ERROR]
+        if failed and len(failed) == len(trajectories):
+            kinds = Counter(type(trajectory.cause).__name__ for trajectory in failed)
+            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+            raise RolloutError(
+                f"All {len(failed)} trajectories failed ({counts}). The first: {failed[0].error}"
+            ) from failed[0].cause
+        if failed:
+            logger.warning(
+                "%d of %d trajectories failed; the first: %s", len(failed), len(trajectories), failed[0].error
+            )
+        if trajectories:
+            log_figures(trainer, trajectories, mode)
+        self._warn_once(mostly_cut(trajectories, trainer.args.max_completion_length))
+
+    def _warn_of_settings(self, trainer: Any, sampling: Sampling) -> None:
+        args = trainer.args
+        if trainer.use_vllm and args.vllm_importance_sampling_correction and sampling.is_truncated:
+            self._warn_once(
+                f"top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} cut the distribution "
+                "that is sampled, and its logprobs are of what is left; the trainer's are of the whole. The "
+                "importance-sampling correction is biased by the mass that was cut. Use top_p=1, top_k=0, "
+                "min_p=None, or turn it off."
+            )
+        if trainer.accelerator.num_processes > 1 and self._trajectory_timeout_s >= args.ddp_timeout:
+            self._warn_once(
+                f"trajectory_timeout_s={self._trajectory_timeout_s:g} is not below ddp_timeout={args.ddp_timeout}: "
+                "while one process waits for a slow trajectory the others may give up. Raise ddp_timeout or lower "
+                "the limit."
+            )
+
+    def _warn_once(self, message: str | None) -> None:
+        if message is not None and (key := message[:24]) not in self._warned:
+            self._warned.add(key)
+            logger.warning(message)
+
+
+async def _run_all(
+    prompts: Sequence[Prompt], seeds: Sequence[int], setting: Setting, max_concurrency: int
+) -> list[Trajectory]:
+    """All trajectories, in the prompts' order. One that must stop the run stops the others first."""
+    slots = asyncio.Semaphore(max_concurrency)
+
+    async def run(prompt: Prompt, seed: int) -> Trajectory:
+        async with slots:
+            return await run_trajectory(prompt, seed, setting)
+
+    tasks = [asyncio.create_task(run(prompt, seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _eos_token_ids(trainer: Any) -> list[int]:
+    """The model's own end-of-turn ids; several models have more than the tokenizer's one."""
+    config = getattr(trainer.model, "generation_config", None)
+    ids = getattr(config, "eos_token_id", None)
+    return [ids] if isinstance(ids, int) else list(ids or ())
+
+
+def env_rollout(env_factory: EnvFactory, *, max_turns: int = 32, **options: Unpack[RolloutOptions]) -> Rollout:
+    """A `rollout_func` in which the model acts in an environment, one instance a trajectory.
+
+    Args:
+        env_factory: makes an environment (`Env`); a class without required arguments is one.
+        max_turns: completions of one trajectory.
+        **options: see `RolloutOptions`.
+
+    Example:
+        >>> trainer = GRPOTrainer(..., reward_funcs=env_reward, rollout_func=env_rollout(MyEnv))  # doctest: +SKIP
+    """
+    if not callable(env_factory):
+        raise SetupError(f"env_factory must be callable without arguments, such as a class, not {env_factory!r}.")
+    return Rollout(env_factory, max_turns=max_turns, **options)
+
+
+def tool_rollout(
+    tools: Sequence[Callable[..., Any]],
+    *,
+    max_turns: int = 8,
+    tool_timeout_s: float = 60.0,
+    **options: Unpack[RolloutOptions],
+) -> Rollout:
+    """A `rollout_func` in which the model calls functions until it answers without a call.
+
+    With `max_turns=1` it is the single-step tool call: the calls of the one completion are run and handed to the
+    reward functions as `tool_calls`; nothing is fed back to the model.
+
+    Args:
+        tools: functions, sync or async, with type hints and a Google-style docstring, which become their schemas.
+        max_turns: completions of one trajectory.
+        tool_timeout_s: time limit of one call, in seconds. The calls of a turn run at the same time.
+        **options: see `RolloutOptions`.
+
+    Raises:
+        SetupError: there is no tool, two have one name, or one lacks hints or a docstring.
+
+    Example:
+        >>> trainer = GRPOTrainer(..., rollout_func=tool_rollout([multiply]))  # doctest: +SKIP
+    """
+    described = [Tool(function) for function in tools]
+    names = [tool.name for tool in described]
+    if not names or len(set(names)) < len(names):
+        raise SetupError(f"tool_rollout needs tools with different names, not {names}.")
+    return Rollout(lambda: ToolEnv(described, timeout_s=tool_timeout_s), max_turns=max_turns, **options)

@@ -1,0 +1,165 @@
+"""The one place where text becomes token ids: a prompt, once, and each observation as it comes.
+
+Sampled ids never pass through here on their way to the trainer. A prompt is rendered by the tokenizer's chat template;
+an observation is *bridged*: the template renders it behind a short dummy assistant turn, and the part from that turn's
+end on is encoded and appended to the sampled ids. So the work of a turn depends on its new messages only, and
+templates that rewrite earlier turns (Qwen3 drops past thoughts) cannot touch what was sampled.
+
+TRL bridges by the difference of two such renders (`GRPOTrainer._get_tool_suffix_ids`), which needs a template whose
+assistant turn looks the same when it is the last one. A marker inside the dummy turn does without the second render.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .errors import PromptTooLongError, TemplateError
+from .trajectory import Message
+
+
+class ChatTokenizer:
+    """A tokenizer with the chat template and the arguments that the trainer uses.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, or a processor that holds one.
+        chat_template: replaces the tokenizer's own.
+        template_kwargs: passed to every render, such as `enable_thinking`.
+        eos_token_ids: ids that end a turn, besides the tokenizer's own.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor wraps its tokenizer
+        self.chat_template = chat_template or getattr(tokenizer, "chat_template", None) or None
+        self._template_kwargs = template_kwargs or {}
+        if self._tokenizer.eos_token_id is None:
+            raise TemplateError("The tokenizer has no eos_token, so no turn can end. Set tokenizer.eos_token.")
+        self.eos_token_id: int = self._tokenizer.eos_token_id
+        self.eos_token_ids = frozenset({self.eos_token_id, *eos_token_ids})
+        self.vocab_size: int = len(self._tokenizer)
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """`text` as ids. With `special_tokens`, as the tokenizer wraps a whole text (a BOS that the text does not
+        have yet).
+        """
+        bos = self._tokenizer.bos_token
+        wrap = special_tokens and not (bos and text.startswith(bos))
+        return list(self._tokenizer(text, add_special_tokens=wrap)["input_ids"])
+
+    def decode(self, token_ids: list[int]) -> str:
+        """A completion's text, without the token that ended the turn, and nothing else removed or tidied."""
+        num = len(token_ids)
+        while num and token_ids[num - 1] in self.eos_token_ids:
+            num -= 1
+        return str(
+            self._tokenizer.decode(token_ids[:num], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    def prompt(self, messages: str | list[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """The ids of a conversation that the model is to continue. A string is taken as rendered already.
+
+        Raises:
+            TemplateError: there is no template, it fails, or it does not show the tools.
+        """
+        text = messages if isinstance(messages, str) else self._render(messages, tools=list(tools) or None)
+        hidden = [name for tool in tools if (name := tool["function"]["name"]) not in text]
+        if hidden:
+            raise TemplateError(
+                f"The prompt does not show the tools {hidden} to the model. Use a chat template that renders `tools` "
+                "(TRL ships some in trl/chat_templates), or describe them in the prompt."
+            )
+        return self.encode(text, special_tokens=isinstance(messages, str))
+
+    def bridge(self, observation: list[Message], *, ended: bool) -> list[int]:
+        """The ids that lead from the end of a completion to the model's next turn.
+
+        Args:
+            observation: the messages to show, never the assistant's.
+            ended: the completion's last id ended the turn, so the end-of-turn id is not to be added again.
+
+        Raises:
+            TemplateError: the template fails on these messages, or the end of the assistant's turn cannot be found.
+        """
+        marker = "ENDofTHEturn"
+        while any(marker in str(message) for message in observation):
+            marker += "Z"
+        calls = [message for message in observation if message["role"] == "tool"]
+        text = self._render([{"role": "user", "content": "."}, _dummy_turn(marker, calls), *observation])
+        _, found, tail = text.rpartition(marker)
+        ids = self.encode(tail)
+        end = next((index for index, token_id in enumerate(ids) if token_id in self.eos_token_ids), None)
+        if not found or end is None:
+            raise TemplateError(
+                "The chat template shows no end of the assistant's turn before "
+                f"{[message['role'] for message in observation]} messages: none of the ids "
+                f"{sorted(self.eos_token_ids)} stands in {tail[:200]!r}."
+            )
+        return ids[end + 1 :] if ended else ids[end:]
+
+    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        if self.chat_template is None:
+            raise TemplateError(
+                "The tokenizer has no chat template. Set tokenizer.chat_template, or use string prompts."
+            )
+        continues = messages[-1]["role"] == "assistant"
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [_plain(message) for message in messages],
+                    tools=tools,
+                    chat_template=self.chat_template,
+                    add_generation_prompt=not continues,
+                    continue_final_message=continues,
+                    tokenize=False,
+                    **self._template_kwargs,
+                )
+            )
+        except TemplateError:
+            raise
+        except Exception as cause:  # jinja raises many kinds, and templates raise on purpose
+            roles = [message["role"] for message in messages]
+            raise TemplateError(f"The chat template fails on messages {roles}: {cause}") from cause
+
+
+def check_room(prompt_ids: list[int], max_model_len: int | None) -> None:
+    """Raises `PromptTooLongError` where the server's context has no room for a completion."""
+    if max_model_len is not None and len(prompt_ids) >= max_model_len:
+        raise PromptTooLongError(
+            f"The prompt has {len(prompt_ids)} tokens and the server's max_model_len is {max_model_len}, so no "
+            "completion fits. Filter long prompts from the dataset, or start the server with a larger --max-model-len."
+        )
+
+
+def _dummy_turn(marker: str, calls: list[Message]) -> Message:
+    """An assistant turn that holds `marker` where any template shows it, and calls for the tool messages to answer."""
+    turn: Message = {"role": "assistant", "content": marker}
+    if calls:
+        turn["tool_calls"] = [
+            {
+                "id": message.get("tool_call_id", f"call_{index}"),
+                "type": "function",
+                "function": {"name": message.get("name", "tool"), "arguments": {"x": marker}},
+            }
+            for index, message in enumerate(calls)
+        ]
+    return turn
+
+
+def _plain(message: Message) -> Message:
+    """The message as a template takes it: text content, no task, none of the nulls that Arrow adds."""
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = {part.get("type") for part in content}
+        if kinds - {"text"}:
+            raise TemplateError(
+                f"A message has content of type {sorted(map(str, kinds))}. Only text can be trained through a "
+                "rollout_func: TRL takes no images back from one."
+            )
+        content = "".join(part["text"] for part in content)
+    plain = {key: value for key, value in message.items() if key != "task" and value is not None}
+    return plain if content is None else {**plain, "content": content}

@@ -1,0 +1,145 @@
+"""Functions that the model calls: an environment whose step runs the calls of one turn and answers each.
+
+A function's type hints and Google-style docstring become its JSON schema in the prompt, and the same hints check what
+the model sends. Whatever is wrong with a call is answered in a sentence the model can learn from; a tool that raises
+or hangs concerns its own call only.
+
+Not here: the format in which a model writes calls (`parsing`), and the way they are shown to it (its chat template).
+"""
+
+import asyncio
+import inspect
+import json
+import time
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .env import StepResult, call
+from .errors import SetupError
+from .trajectory import Message
+
+
+class Tool:
+    """A function with its schema and the types of its arguments.
+
+    Raises:
+        SetupError: the function has no docstring, an argument has no type hint or no description, or it takes
+            `*args` or positional-only arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        from pydantic import TypeAdapter
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        if not callable(function):
+            raise SetupError(f"tools must be functions, not {function!r}.")
+        self.function = function
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        try:
+            self.schema: dict[str, Any] = get_json_schema(function)
+        except Exception as cause:  # several kinds, all about the function's text
+            raise SetupError(
+                f"The tool {self.name} cannot be described to the model: {cause} Give it type hints and a docstring "
+                "with an `Args:` section that has a line for each argument."
+            ) from cause
+        self._signature = inspect.signature(function)
+        hints = typing.get_type_hints(function)
+        self._adapters = {name: TypeAdapter(hints[name]) for name in self._signature.parameters}
+
+    def bind(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+        """The arguments as the function takes them, converted where nothing is lost, or what is wrong with them."""
+        from pydantic import ValidationError
+
+        known = list(self._signature.parameters)
+        if extra := [name for name in arguments if name not in known]:
+            return (
+                {},
+                f"{self.name} has no argument {', '.join(extra)}. Its arguments are: {', '.join(known) or 'none'}.",
+            )
+        required = [n for n, parameter in self._signature.parameters.items() if parameter.default is parameter.empty]
+        if missing := [name for name in required if name not in arguments]:
+            return {}, f"{self.name} needs the argument {', '.join(missing)}."
+        bound = {}
+        for name, value in arguments.items():
+            try:
+                bound[name] = self._adapters[name].validate_python(value)
+            except ValidationError as error:
+                return {}, f"{self.name}: argument {name}={json.dumps(value)[:100]}: {error.errors()[0]['msg']}."
+        return bound, None
+
+
+class ToolEnv:
+    """Runs the model's calls until it answers without one.
+
+    Args:
+        tools: what the model may call.
+        timeout_s: time limit of each call, in seconds.
+
+    Every call is reported in `info["tool_calls"]` as a dict of `name`, `arguments`, `result` (what the function
+    returned), `error` (None, or one of "parse_error", "unknown_tool", "invalid_arguments", "exception", "timeout"),
+    `content` (what the model is told) and `duration_s`.
+    """
+
+    def __init__(self, tools: Sequence[Tool], *, timeout_s: float) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._timeout_s = timeout_s
+        self.tools = [tool.schema for tool in tools]
+
+    def reset(self, prompt: list[Message]) -> list[Message]:
+        return prompt
+
+    async def step(self, action: Message) -> StepResult:
+        calls = action.get("tool_calls") or []
+        records = await asyncio.gather(*(self._run(item) for item in calls))
+        answers = [
+            {"role": "tool", "tool_call_id": item["id"], "name": record["name"], "content": record["content"]}
+            for item, record in zip(calls, records, strict=True)
+        ]
+        return StepResult(answers, terminated=not calls, info={"tool_calls": records})
+
+    def close(self) -> None:
+        pass
+
+    async def _run(self, item: dict[str, Any]) -> dict[str, Any]:
+        started = time.monotonic()
+        name, arguments = item["function"]["name"], item["function"]["arguments"]
+        result, error, content = await self._answer(name, arguments, item.get("error"))
+        return {
+            "name": name,
+            "arguments": arguments,
+            "result": result,
+            "error": error,
+            "content": content,
+            "duration_s": time.monotonic() - started,
+        }
+
+    async def _answer(self, name: str, arguments: Any, unreadable: str | None) -> tuple[Any, str | None, str]:
+        """The result, the kind of error, and the text for the model."""
+        if unreadable is not None:
+            return None, "parse_error", f"Error: {unreadable}"
+        tool = self._tools.get(name)
+        if tool is None:
+            return None, "unknown_tool", f"Error: there is no tool {name!r}. The tools are: {', '.join(self._tools)}."
+        bound, problem = tool.bind(arguments)
+        if problem is not None:
+            return None, "invalid_arguments", f"Error: {problem}"
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                result = await call(tool.function, **bound)
+        except Exception as failure:
+            if limit.expired():  # a TimeoutError can also be the tool's own
+                return None, "timeout", f"Error: {name} took longer than {self._timeout_s:g} seconds and was given up."
+            return None, "exception", f"Error: {type(failure).__name__}: {failure}"
+        return result, None, as_text(result)
+
+
+def as_text(result: Any) -> str:
+    """A tool's result as the model reads it: text as it is, data as JSON, anything else by `str`."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)

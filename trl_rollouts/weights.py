@@ -1,0 +1,126 @@
+"""The trainer's weights, brought to servers that TRL's own sync does not reach.
+
+TRL syncs over NCCL, to `vllm serve`, from a CUDA trainer with `use_vllm=True`. With `use_vllm=False` (a trainer on a
+CPU, a Mac, another accelerator) nothing syncs, and the rollout does: the model is saved as safetensors into a folder
+that the server can read, and the server reloads it in place.
+
+The order on each server is: reload, reset of the prefix cache (whose entries the old weights computed), first request.
+"""
+
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import SetupError, WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+RELOAD_TIMEOUT_S = 600.0
+
+
+class CheckpointSync:
+    """Saves the model and has `vllm serve` reload it.
+
+    Needs a server with development endpoints (`VLLM_SERVER_DEV_MODE=1`; `trl-rollouts serve` sets it).
+
+    Args:
+        folder: where the weights go, on a disk that the server reads under the same path. By default `rollout_weights`
+            in the trainer's `output_dir`. Only the newest weights are kept there.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._synced: tuple[int, frozenset[str]] | None = None
+
+    def sync(self, trainer: Any, base_urls: Sequence[str]) -> None:
+        """Bring the weights of the trainer's current step to every server, once a step. Called on every process.
+
+        The main process saves and reloads; the others wait for it, and all raise what it raised.
+
+        Raises:
+            SetupError: the model cannot be saved this way, or a server has no reload.
+            WeightSyncError: a server failed to take the weights.
+        """
+        key = (int(trainer.state.global_step), frozenset(base_urls))
+        if self._synced == key:
+            return
+        state_dict = _state_dict(trainer)
+        problem: Exception | None = None
+        if trainer.accelerator.is_main_process:
+            try:
+                self._push(trainer, state_dict, base_urls)
+            except Exception as error:
+                problem = error
+        problem = _from_main_process(trainer, problem)
+        if problem is not None:
+            raise problem
+        self._synced = key
+
+    def _push(self, trainer: Any, state_dict: dict[str, Any], base_urls: Sequence[str]) -> None:
+        folder = (self._folder or Path(trainer.args.output_dir) / "rollout_weights").absolute()
+        step = folder / f"step-{trainer.state.global_step:08d}-{uuid.uuid4().hex[:8]}"
+        _save(trainer.accelerator.unwrap_model(trainer.model), state_dict, step)
+        for base_url in base_urls:
+            _reload(base_url, step)
+        for old in folder.glob("step-*"):  # what the servers no longer need, and what a killed run left half-written
+            if old != step:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _state_dict(trainer: Any) -> dict[str, Any]:
+    """The full weights; a collective operation where the model is sharded."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "peft_config"):
+        raise SetupError(
+            "CheckpointSync saves whole models; this one has a PEFT adapter, whose weights the server would not "
+            "find. Train without PEFT, or with use_vllm=True, where TRL merges and syncs the adapter itself."
+        )
+    state_dict: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return state_dict
+
+
+def _save(model: Any, state_dict: dict[str, Any], folder: Path) -> None:
+    """Write into a folder that appears whole under its name or not at all."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    model.save_pretrained(unfinished, state_dict=state_dict)
+    for file in unfinished.iterdir():
+        file.chmod(0o644)  # safetensors writes 0600; the server may run as another user
+    unfinished.rename(folder)
+
+
+def _reload(base_url: str, folder: Path) -> None:
+    _post(base_url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+    _post(base_url, "/reset_prefix_cache", None)
+
+
+def _post(base_url: str, path: str, body: dict[str, Any] | None) -> None:
+    import requests
+
+    try:
+        response = requests.post(base_url + path, json=body, timeout=RELOAD_TIMEOUT_S)
+    except requests.RequestException as cause:
+        raise WeightSyncError(f"{base_url}{path} did not answer: {type(cause).__name__}: {cause}") from cause
+    if response.status_code == 404:
+        raise SetupError(
+            f"The server at {base_url} has no {path}, so it cannot take the trainer's weights. Restart it with "
+            "VLLM_SERVER_DEV_MODE=1 in its environment (`trl-rollouts serve` sets it), or pass weight_sync=None if "
+            "its weights are meant to stay as they are. TRL <= 1.10's own server takes weights only with "
+            "use_vllm=True."
+        )
+    if response.status_code != 200:
+        raise WeightSyncError(f"{base_url}{path} answered {response.status_code}: {response.text[:1000]}")
+
+
+def _from_main_process(trainer: Any, problem: Exception | None) -> Exception | None:
+    """The main process's outcome, on every process. It is also the barrier that the others wait at."""
+    if trainer.accelerator.num_processes == 1:
+        return problem
+    from accelerate.utils import broadcast_object_list
+
+    outcome: list[Exception | None] = [problem]
+    broadcast_object_list(outcome, from_process=0)
+    return outcome[0]
