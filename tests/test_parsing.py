@@ -1,0 +1,128 @@
+"""From text to calls: an exact call or a typed error, never an exception and never a wrong dict."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_rollouts import SetupError
+from trl_rollouts.parsing import find_parser, parse_hermes, parse_plain
+from trl_rollouts.testing import byte_tokenizer
+
+
+def calls(text: str) -> list[tuple[str, Any]]:
+    """Name and arguments of each call that can be run."""
+    found = parse_hermes(text).get("tool_calls", [])
+    return [(c["function"]["name"], c["function"]["arguments"]) for c in found if "error" not in c]
+
+
+def errors(text: str) -> list[str]:
+    return [call["error"] for call in parse_hermes(text).get("tool_calls", []) if "error" in call]
+
+
+def test_text_without_a_call_is_content() -> None:
+    assert parse_hermes("It is 56.") == {"role": "assistant", "content": "It is 56."}
+
+
+def test_a_tagged_call_is_read_with_the_text_before_it() -> None:
+    assert parse_hermes('Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>') == {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+
+
+def test_two_blocks_are_two_calls_in_order() -> None:
+    text = (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    )
+    assert calls(text) == [("f", {}), ("g", {})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "arguments": {"a": 1}}',
+        '  {"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+        '```json\n{"name": "f", "arguments": {"a": 1}}\n```',
+    ],
+)
+def test_bare_json_is_a_call(text: str) -> None:
+    assert calls(text) == [("f", {"a": 1})]
+
+
+def test_json_in_the_middle_of_an_answer_is_not_a_call() -> None:
+    assert calls('A call looks like {"name": "f", "arguments": {}}.') == []
+
+
+@pytest.mark.parametrize("arguments", ["null", '"{\\"a\\": 1}"', '{"a": 1}'])
+def test_arguments_may_be_missing_or_a_json_string(arguments: str) -> None:
+    found = calls(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
+    assert found == [("f", {} if arguments == "null" else {"a": 1})]
+    assert calls('<tool_call>{"name": "f"}</tool_call>') == [("f", {})]
+
+
+@pytest.mark.parametrize(
+    "inner", ["{}", '{"name": 1}', "[]", "nonsense", '{"name": "f", "arguments": [1]}', "", '"f"']
+)
+def test_a_call_that_cannot_be_run_is_an_error_in_its_place(inner: str) -> None:
+    text = f'<tool_call>{inner}</tool_call><tool_call>{{"name": "g", "arguments": {{}}}}</tool_call>'
+    assert [("error" in call) for call in parse_hermes(text)["tool_calls"]] == [True, False]
+
+
+def test_a_closing_tag_and_braces_inside_a_string_belong_to_the_string() -> None:
+    assert calls('<tool_call>{"name": "f", "arguments": {"s": "}</tool_call>{"}}</tool_call>') == [
+        ("f", {"s": "}</tool_call>{"})
+    ]
+
+
+def test_a_call_that_was_cut_by_length_is_an_error_unless_its_json_is_whole() -> None:
+    assert len(errors('<tool_call>{"name": "f", "argum')) == 1
+    assert calls('<tool_call>{"name": "f", "arguments": {}}') == [("f", {})]
+
+
+def test_a_call_inside_a_thought_is_a_thought() -> None:
+    message = parse_hermes('<think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n</think>\n\nNo.')
+    assert message == {
+        "role": "assistant",
+        "content": "No.",
+        "reasoning_content": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+    }
+
+
+def test_a_thought_that_the_template_opened_or_that_never_closes_is_a_thought() -> None:
+    assert parse_plain("hm\n</think>\n\nYes.") == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+    assert parse_plain("<think>\nhm") == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.lists(st.dictionaries(st.text(), JSON), min_size=1, max_size=3))
+def test_any_arguments_come_back_equal(arguments: list[dict[str, Any]]) -> None:
+    text = "\n".join(f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': a})}\n</tool_call>" for a in arguments)
+    assert calls(text) == [("f", a) for a in arguments]
+
+
+@given(
+    st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "f"', ', "arguments": {}', "}", "x", "<think>"])
+    )
+)
+def test_no_mixture_of_fragments_raises(parts: list[str]) -> None:
+    message = parse_hermes("".join(parts))
+    assert message["role"] == "assistant"
+    json.dumps(message)
+
+
+def test_the_parser_is_found_from_the_template_and_an_unknown_format_is_refused() -> None:
+    assert find_parser(byte_tokenizer().chat_template) is parse_hermes
+    with pytest.raises(SetupError, match="Pass parser="):
+        find_parser("{% for m in messages %}<|python_tag|>{% endfor %}")
+    with pytest.raises(SetupError, match="Pass parser="):
+        find_parser("<tool_call><function=f> arguments")

@@ -1,0 +1,164 @@
+"""Prompts and bridges, to the id. The byte tokenizer's ids are bytes; 257 is <|im_start|>, 258 <|im_end|>."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_rollouts import PromptTooLongError, TemplateError
+from trl_rollouts.testing import byte_tokenizer
+from trl_rollouts.tokens import ChatTokenizer, check_room
+
+START, END = 257, 258
+TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"  # type: ignore[union-attr, index]
+
+USER = {"role": "user", "content": "hi"}
+TOOL = {"role": "tool", "name": "f", "tool_call_id": "call_0", "content": "56"}
+
+
+def chat(template: str | None = None, **kwargs: Any) -> ChatTokenizer:
+    text = None if template is None else (TEMPLATES / f"{template}.jinja").read_text()
+    return ChatTokenizer(byte_tokenizer(), chat_template=text, **kwargs)
+
+
+def spelled(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_a_conversation_is_rendered_once_with_the_generation_prompt() -> None:
+    assert chat().prompt([USER]) == [
+        START, *spelled("user\nhi"), END, *spelled("\n"), START, *spelled("assistant\n"),
+    ]  # fmt: skip
+
+
+def test_a_string_is_not_put_into_the_template_again() -> None:
+    assert chat().prompt("<|im_start|>user\nhi") == [START, *spelled("user\nhi")]
+
+
+def test_text_blocks_render_as_the_text() -> None:
+    blocks = {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
+    assert chat().prompt([blocks]) == chat().prompt([USER])
+
+
+def test_an_image_is_refused_rather_than_dropped() -> None:
+    with pytest.raises(TemplateError, match="Only text can be trained"):
+        chat().prompt([{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_the_rows_data_and_nulls_of_arrow_do_not_reach_the_template() -> None:
+    message = {**USER, "task": {"answer": 4}, "tool_calls": None, "name": None}
+    assert chat().prompt([message]) == chat().prompt([USER])
+
+
+def test_a_final_assistant_message_is_continued() -> None:
+    ids = chat().prompt([USER, {"role": "assistant", "content": "The"}])
+    assert ids[-13:] == [*spelled("assistant\nThe")]
+
+
+def test_template_arguments_reach_the_prompt_and_every_bridge() -> None:
+    quiet = chat("qwen3", template_kwargs={"enable_thinking": False})
+    empty_thought = spelled(
+        "assistant\n<think>\n\n</think>\n\n".replace("<think>", "\x00").replace("</think>", "\x01")
+    )
+    empty_thought = [259 if i == 0 else 260 if i == 1 else i for i in empty_thought]
+    assert quiet.prompt([USER])[-len(empty_thought) :] == empty_thought
+    assert quiet.bridge([TOOL], ended=True)[-len(empty_thought) :] == empty_thought
+
+
+def test_a_template_that_hides_the_tools_is_refused() -> None:
+    schema = {"type": "function", "function": {"name": "multiply"}}
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(TemplateError, match=r"does not show the tools \['multiply'\]"):
+        ChatTokenizer(byte_tokenizer(), chat_template=plain).prompt([USER], [schema])
+
+
+def test_without_a_template_the_error_says_what_to_set() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match=r"Set tokenizer\.chat_template"):
+        ChatTokenizer(tokenizer).prompt([USER])
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers() -> None:
+    with pytest.raises(PromptTooLongError, match="has 5 tokens and the server's max_model_len is 5"):
+        check_room([1, 2, 3, 4, 5], 5)
+    check_room([1, 2, 3, 4], 5)
+
+
+# The bridge from the end of a completion to the next turn. With these tags spelled as single ids:
+RESPONSE, RESPONSE_END = 263, 264
+TOOL_BRIDGE = [
+    *spelled("\n"), START, *spelled("user\n"), RESPONSE, *spelled("\n56\n"), RESPONSE_END, END, *spelled("\n"),
+    START, *spelled("assistant\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [None, "qwen3", "qwen2_5", "qwen3_instruct_2507", "qwen3_training"])
+def test_a_tool_result_follows_exactly_the_end_of_the_turn(template: str | None) -> None:
+    assert chat(template).bridge([TOOL], ended=True) == TOOL_BRIDGE
+
+
+@pytest.mark.parametrize("template", [None, "qwen3", "qwen2_5"])
+def test_a_turn_that_was_cut_gets_exactly_one_end(template: str | None) -> None:
+    assert chat(template).bridge([TOOL], ended=False) == [END, *TOOL_BRIDGE]
+
+
+@pytest.mark.parametrize("template", [None, "qwen3"])
+def test_two_tool_results_share_one_user_turn(template: str | None) -> None:
+    bridge = chat(template).bridge([TOOL, {**TOOL, "content": "7"}], ended=True)
+    assert bridge == [
+        *spelled("\n"), START, *spelled("user\n"), RESPONSE, *spelled("\n56\n"), RESPONSE_END,
+        *spelled("\n"), RESPONSE, *spelled("\n7\n"), RESPONSE_END, END, *spelled("\n"), START, *spelled("assistant\n"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [None, "qwen3", "qwen2_5"])
+def test_a_user_observation_follows_exactly_the_end_of_the_turn(template: str | None) -> None:
+    assert chat(template).bridge([USER], ended=True) == [
+        *spelled("\n"), START, *spelled("user\nhi"), END, *spelled("\n"), START, *spelled("assistant\n"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [None, "qwen3"])
+@given(content=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_a_bridge_shows_the_observation_and_no_part_of_the_dummy_turn(template: str | None, content: str) -> None:
+    tokenizer = chat(template)
+    text = bytes(i for i in tokenizer.bridge([{**TOOL, "content": content}], ended=True) if i < 256).decode()
+    assert text == f"\nuser\n\n{content}\n\nassistant\n"
+
+
+def test_the_marker_of_the_dummy_turn_may_stand_in_an_observation() -> None:
+    bridge = chat().bridge([{**USER, "content": "ENDofTHEturn"}], ended=True)
+    assert bridge == [
+        *spelled("\n"), START, *spelled("user\nENDofTHEturn"), END, *spelled("\n"), START, *spelled("assistant\n"),
+    ]  # fmt: skip
+
+
+def test_the_cost_of_a_bridge_depends_on_the_new_messages_only() -> None:
+    tokenizer = chat()
+    encoded: list[int] = []
+    inner = tokenizer.encode
+    tokenizer.encode = lambda text, **kwargs: encoded.append(len(text)) or inner(text, **kwargs)  # type: ignore[method-assign, func-returns-value]
+    for _ in range(8):
+        tokenizer.bridge([TOOL], ended=True)
+    assert len(set(encoded)) == 1
+
+
+def test_a_template_without_an_end_of_turn_is_refused_with_what_was_looked_for() -> None:
+    endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(TemplateError, match=r"none of the ids \[258\]"):
+        ChatTokenizer(byte_tokenizer(), chat_template=endless).bridge([USER], ended=True)
+
+
+def test_a_template_that_raises_is_reported_with_its_own_words() -> None:
+    strict = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        ChatTokenizer(byte_tokenizer(), chat_template=strict).prompt([USER])
+
+
+def test_decoding_removes_the_end_of_the_turn_and_nothing_else() -> None:
+    assert chat().decode([START, *spelled(" a , b"), END]) == "<|im_start|> a , b"
+    assert chat(eos_token_ids=[256]).decode([*spelled("a"), 256]) == "a"

@@ -1,0 +1,155 @@
+"""Functions as tools: every call gets an answer that the model can learn from."""
+
+import asyncio
+import sys
+import time
+from typing import Any, Literal
+
+import pytest
+
+from trl_rollouts import SetupError, tool_rollout
+from trl_rollouts.tools import Tool, ToolEnv
+
+
+def multiply(a: int, b: int = 2) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: The first factor.
+        b: The second factor.
+    """
+    return a * b
+
+
+async def search(query: str, where: Literal["web", "wiki"] = "web") -> list[str]:
+    """Search.
+
+    Args:
+        query: What for.
+        where: In which index.
+    """
+    return [query, where]
+
+
+def leave() -> None:
+    """Leave."""
+    sys.exit(3)
+
+
+def fail(text: str) -> str:
+    """Fail.
+
+    Args:
+        text: Why.
+    """
+    raise TimeoutError(text)
+
+
+def sleep(seconds: float) -> str:
+    """Sleep.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return f"slept {seconds}"
+
+
+def step(*calls: tuple[str, Any], timeout_s: float = 5.0) -> tuple[list[str], list[dict[str, Any]]]:
+    """What the model is told, and the records, for one turn with these calls."""
+    env = ToolEnv([Tool(f) for f in (multiply, search, leave, fail, sleep)], timeout_s=timeout_s)
+    items = [
+        {"id": f"call_{i}", "function": {"name": name, "arguments": args}} for i, (name, args) in enumerate(calls)
+    ]
+    result = asyncio.run(env.step({"role": "assistant", "content": "", "tool_calls": items}))
+    return [message["content"] for message in result.messages], result.info["tool_calls"]
+
+
+def test_sync_and_async_functions_are_called_and_data_is_answered_as_json() -> None:
+    contents, records = step(("multiply", {"a": 7, "b": 8}), ("search", {"query": "x"}))
+    assert contents == ["56", '["x", "web"]']
+    assert [record["result"] for record in records] == [56, ["x", "web"]]
+    assert [record["error"] for record in records] == [None, None]
+
+
+def test_a_value_of_another_type_is_converted_where_nothing_is_lost() -> None:
+    contents, _ = step(("multiply", {"a": "7", "b": 8.0}))
+    assert contents == ["56"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "kind", "said"),
+    [
+        ("solve_equation", {}, "unknown_tool", "there is no tool 'solve_equation'. The tools are: multiply, search"),
+        ("multiply", {}, "invalid_arguments", "multiply needs the argument a."),
+        ("multiply", {"a": 1, "c": 2}, "invalid_arguments", "multiply has no argument c. Its arguments are: a, b."),
+        ("multiply", {"a": 1.5}, "invalid_arguments", "multiply: argument a=1.5: Input should be a valid integer"),
+        ("search", {"query": "x", "where": "moon"}, "invalid_arguments", "Input should be 'web' or 'wiki'"),
+        ("fail", {"text": "no route"}, "exception", "Error: TimeoutError: no route"),
+        ("leave", {}, "exception", "SystemExit: 3"),
+    ],
+)
+def test_a_bad_call_is_answered_in_words(name: str, arguments: Any, kind: str, said: str) -> None:
+    [content], [record] = step((name, arguments))
+    assert said in content
+    assert record["error"] == kind
+    assert record["result"] is None
+
+
+def test_a_call_that_could_not_be_read_is_answered_with_what_is_wrong() -> None:
+    env = ToolEnv([Tool(multiply)], timeout_s=1.0)
+    call = {"id": "call_0", "function": {"name": "", "arguments": "{"}, "error": "The tool call is not valid JSON."}
+    result = asyncio.run(env.step({"role": "assistant", "content": "", "tool_calls": [call]}))
+    assert result.messages == [
+        {"role": "tool", "tool_call_id": "call_0", "name": "", "content": "Error: The tool call is not valid JSON."}
+    ]
+    assert not result.terminated
+
+
+def test_a_tool_that_hangs_is_given_up_at_its_limit() -> None:
+    started = time.monotonic()
+    [content], [record] = step(("sleep", {"seconds": 3}), timeout_s=0.1)
+    assert time.monotonic() - started < 2
+    assert content == "Error: sleep took longer than 0.1 seconds and was given up."
+    assert record["error"] == "timeout"
+
+
+def test_the_calls_of_a_turn_run_at_the_same_time_and_are_answered_in_order() -> None:
+    started = time.monotonic()
+    contents, _ = step(("sleep", {"seconds": 0.4}), ("sleep", {"seconds": 0.1}), ("sleep", {"seconds": 0.3}))
+    assert contents == ["slept 0.4", "slept 0.1", "slept 0.3"]
+    assert time.monotonic() - started < 0.75
+
+
+def test_an_answer_without_a_call_ends_the_episode() -> None:
+    result = asyncio.run(ToolEnv([Tool(multiply)], timeout_s=1.0).step({"role": "assistant", "content": "56"}))
+    assert result.terminated
+    assert result.messages == []
+
+
+def test_a_schema_is_made_of_hints_and_docstring() -> None:
+    function = Tool(multiply).schema["function"]
+    assert function["name"] == "multiply"
+    assert function["parameters"]["required"] == ["a"]
+    assert function["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first factor."}
+
+
+def test_a_tool_that_cannot_be_described_is_refused_when_it_is_passed() -> None:
+    def silent(a: int) -> int:
+        return a
+
+    def untyped(a):  # type: ignore[no-untyped-def]
+        """Do it.
+
+        Args:
+            a: Something.
+        """
+        return a
+
+    for function in (silent, untyped):
+        with pytest.raises(SetupError, match=f"{function.__name__} cannot be described.*Args:"):
+            tool_rollout([function])
+    with pytest.raises(SetupError, match="needs tools"):
+        tool_rollout([])
+    with pytest.raises(SetupError, match="different names"):
+        tool_rollout([multiply, multiply])
