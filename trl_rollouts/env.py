@@ -20,7 +20,11 @@ from .trajectory import Message
 
 @dataclass(slots=True)
 class StepResult:
-    """What follows an action. Raises `ValueError` for a message that claims to be the model's."""
+    """What follows an action.
+
+    Raises:
+        ValueError: `messages` are not messages, or one claims to be the model's.
+    """
 
     messages: list[Message] = field(default_factory=list)
     """The observation, shown to the model before its next turn. Never role "assistant"."""
@@ -33,7 +37,9 @@ class StepResult:
     """Anything worth keeping. `info["tool_calls"]`, a list, is collected into the reward functions' `tool_calls`."""
 
     def __post_init__(self) -> None:
-        if any(message.get("role") == "assistant" for message in self.messages):
+        if not _are_messages(self.messages):
+            raise ValueError(f"StepResult.messages must be messages (dicts with a role), not {self.messages!r:.200}.")
+        if any(message["role"] == "assistant" for message in self.messages):
             raise ValueError('StepResult.messages has a message with role "assistant"; only the model speaks as that.')
 
 
@@ -121,11 +127,15 @@ def checked_step(result: Any) -> StepResult:
     return result
 
 
-def checked_messages(messages: Any, what: str) -> list[Message]:
-    """A list of chat messages, or `EnvError` with what is wrong with it."""
-    if not isinstance(messages, list) or not all(isinstance(item, dict) and "role" in item for item in messages):
-        raise EnvError(f"{what} must be a list of messages (dicts with a role), not {str(messages)[:200]!r}.")
-    return messages
+def checked_opening(messages: Any) -> list[Message]:
+    """What `env.reset` returned, or `EnvError` with what is wrong with it."""
+    if not messages or not _are_messages(messages):
+        raise EnvError(f"env.reset must return the opening messages (dicts with a role), not {messages!r:.200}.")
+    return list(messages)
+
+
+def _are_messages(messages: Any) -> bool:
+    return isinstance(messages, list) and all(isinstance(item, dict) and "role" in item for item in messages)
 
 
 def with_task(dataset: Any, columns: Sequence[str]) -> Any:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .clients import Client
-from .env import Env, EnvFactory, call, checked_messages, checked_step
+from .env import Env, EnvFactory, call, checked_opening, checked_step
 from .errors import EnvError, boundary, is_data
 from .parsing import Parser, find_parser, parse_plain
 from .sampling import Sampling
@@ -98,7 +98,7 @@ async def _begin(trajectory: Trajectory, env: Env, prompt: Prompt, setting: Sett
     """Reset the environment and render what it opens with; the schemas of its tools."""
     opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt)
     with boundary(EnvError, "env.reset failed"), _timed(trajectory, "env_s"):
-        messages = checked_messages(await call(env.reset, copy.deepcopy(opening)), "what env.reset returns")
+        messages = checked_opening(await call(env.reset, copy.deepcopy(opening)))
     if isinstance(prompt, str) and messages != opening:
         raise EnvError("env.reset changed a prompt that is a string; such a prompt needs to be a list of messages.")
     tools: Sequence[Any] = getattr(env, "tools", None) or ()  # optional in the protocol
@@ -120,7 +120,6 @@ async def _turn(trajectory: Trajectory, env: Env, parser: Parser, seed_index: in
     trajectory.messages.append(action)
     with boundary(EnvError, "env.step failed"), _timed(trajectory, "env_s"):
         step = checked_step(await call(env.step, copy.deepcopy(action)))
-        messages = checked_messages(step.messages, "StepResult.messages")
     trajectory.step_rewards.append(step.reward)
     trajectory.infos.append(step.info)
 
@@ -132,7 +131,7 @@ async def _turn(trajectory: Trajectory, env: Env, parser: Parser, seed_index: in
     elif trajectory.num_turns >= setting.max_turns:
         trajectory.end(StopReason.MAX_TURNS)
     else:
-        _observe(trajectory, messages, completion, setting)
+        _observe(trajectory, step.messages, completion, setting)
 
 
 def _observe(trajectory: Trajectory, messages: list[Message], completion: Completion, setting: Setting) -> None:

@@ -37,6 +37,9 @@ class ServerError(RolloutError):
 class RequestError(ServerError):
     """The server refused one request, or failed to answer it within its attempts. Others may well succeed."""
 
+    status: int | None = None
+    """The HTTP status it answered; None if it did not."""
+
 
 class WeightSyncError(RolloutError):
     """The server did not take the trainer's weights, so what it samples would be off-policy."""

@@ -10,16 +10,21 @@ The order on each server is: reload, reset of the prefix cache (whose entries th
 import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .errors import SetupError, WeightSyncError
+from .errors import SetupError, WeightSyncError, boundary
+
+if TYPE_CHECKING:
+    import requests
 
 logger = logging.getLogger(__name__)
 
 RELOAD_TIMEOUT_S = 600.0
+RESET_TIMEOUT_S = 30.0
 
 
 class CheckpointSync:
@@ -34,7 +39,7 @@ class CheckpointSync:
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = None if folder is None else Path(folder)
-        self._synced: tuple[int, frozenset[str]] | None = None
+        self._synced: tuple[Any, int, frozenset[str]] | None = None
 
     def sync(self, trainer: Any, base_urls: Sequence[str]) -> None:
         """Bring the weights of the trainer's current step to every server, once a step. Called on every process.
@@ -45,20 +50,22 @@ class CheckpointSync:
             SetupError: the model cannot be saved this way, or a server has no reload.
             WeightSyncError: a server failed to take the weights.
         """
-        key = (int(trainer.state.global_step), frozenset(base_urls))
-        if self._synced == key:
+        # The state too: another `train()`, and another trainer, count their steps from 0 again, with other weights.
+        state, step, servers = trainer.state, int(trainer.state.global_step), frozenset(base_urls)
+        if self._synced is not None and self._synced[0] is state and self._synced[1:] == (step, servers):
             return
         state_dict = _state_dict(trainer)
         problem: Exception | None = None
         if trainer.accelerator.is_main_process:
             try:
-                self._push(trainer, state_dict, base_urls)
+                with boundary(WeightSyncError, "The weights could not be saved or sent"):
+                    self._push(trainer, state_dict, base_urls)
             except Exception as error:
                 problem = error
         problem = _from_main_process(trainer, problem)
         if problem is not None:
             raise problem
-        self._synced = key
+        self._synced = (state, step, servers)
 
     def _push(self, trainer: Any, state_dict: dict[str, Any], base_urls: Sequence[str]) -> None:
         folder = (self._folder or Path(trainer.args.output_dir) / "rollout_weights").absolute()
@@ -79,8 +86,8 @@ def _state_dict(trainer: Any) -> dict[str, Any]:
             "CheckpointSync saves whole models; this one has a PEFT adapter, whose weights the server would not "
             "find. Train without PEFT, or with use_vllm=True, where TRL merges and syncs the adapter itself."
         )
-    state_dict: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    return state_dict
+    state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state_dict.items()}  # torch.compile's prefix
 
 
 def _save(model: Any, state_dict: dict[str, Any], folder: Path) -> None:
@@ -94,10 +101,22 @@ def _save(model: Any, state_dict: dict[str, Any], folder: Path) -> None:
 
 def _reload(base_url: str, folder: Path) -> None:
     _post(base_url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-    _post(base_url, "/reset_prefix_cache", None)
+    started = time.monotonic()
+    while not _was_reset(_post(base_url, "/reset_prefix_cache", None)):
+        if time.monotonic() - started >= RESET_TIMEOUT_S:
+            raise WeightSyncError(
+                f"{base_url} did not reset its prefix cache within {RESET_TIMEOUT_S:g} s: requests still use it. They "
+                "are not this rollout's; give the server to one run only."
+            )
+        time.sleep(0.1)  # requests that a rollout gave up are still winding down
 
 
-def _post(base_url: str, path: str, body: dict[str, Any] | None) -> None:
+def _was_reset(response: "requests.Response") -> bool:
+    """vLLM keeps a cache that requests still use, and says so with status 200; older ones answer nothing."""
+    return not response.content or response.json() != {"success": False}
+
+
+def _post(base_url: str, path: str, body: dict[str, Any] | None) -> "requests.Response":
     import requests
 
     try:
@@ -113,6 +132,7 @@ def _post(base_url: str, path: str, body: dict[str, Any] | None) -> None:
         )
     if response.status_code != 200:
         raise WeightSyncError(f"{base_url}{path} answered {response.status_code}: {response.text[:1000]}")
+    return response
 
 
 def _from_main_process(trainer: Any, problem: Exception | None) -> Exception | None:

@@ -96,6 +96,8 @@ async def _prove_vllm(client: VLLMClient, tokenizer: ChatTokenizer) -> None:
         ids, cold = await client.probe(_PROBE_TEXT, temperature=0.5)
         _, hot = await client.probe(_PROBE_TEXT, temperature=2.0)
     except RequestError as cause:
+        if cause.status != 400:
+            raise
         raise SetupError(
             f"The server at {client.base_url} refuses a request with logprobs: {cause} Restart it with "
             "--max-logprobs -1 --logprobs-mode processed_logprobs, as `trl-rollouts serve` does."

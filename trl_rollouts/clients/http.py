@@ -28,7 +28,7 @@ class Http:
     def __init__(self, base_url: str, *, timeout_s: float) -> None:
         self.base_url = base_url
         self._timeout_s = timeout_s
-        # Concurrency is the rollout's to limit; a limit here would count waiting for a connection as the server's time.
+        # Concurrency is the rollout's to limit; a limit here would count waiting for a connection as server time.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0),
@@ -80,6 +80,7 @@ class Http:
         if response.status == 200:
             return answer
         error = RequestError(f"{self.base_url}{path} answered {response.status}: {_message(answer)}")
+        error.status = response.status
         passing = response.status in _PASSING or (response.status == 500 and number == 1)
         raise _Passing(error) if passing and number < MAX_ATTEMPTS else error
 

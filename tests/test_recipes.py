@@ -1,0 +1,28 @@
+"""Recipes run as a user runs them, for two steps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trl_rollouts import read_transcripts
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.server
+def test_tool_call_trains_two_steps_on_the_real_server(vllm_server: str, smollm2: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]
+    command += ["recipes/tool_call.py", "--config", "recipes/configs/tool_call_cpu.yaml", "--max_steps", "2"]
+    command += ["--model_name_or_path", str(smollm2), "--vllm_server_base_url", vllm_server, "--num_generations", "4"]
+    command += ["--output_dir", str(tmp_path), "--transcript_dir", str(tmp_path / "transcripts")]
+    command += ["--per_device_train_batch_size", "4"]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=400)
+
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "reward" in entry] == [1, 2]
+    assert all(entry["completions/mean_length"] == entry["rollout/sampled_tokens"] for entry in history[:2])
+    assert [line["step"] for line in read_transcripts(tmp_path / "transcripts")] == [0] * 4 + [1] * 4

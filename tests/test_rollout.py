@@ -1,0 +1,550 @@
+"""Whole rollouts over a scripted client: what is sent, what comes back, on literal ids.
+
+The byte tokenizer's ids are bytes; 257 is <|im_start|>, 258 <|im_end|>, 261 and 262 the tags of a tool call.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trl_rollouts import (
+    Message,
+    RequestError,
+    Rollout,
+    RolloutError,
+    ServerError,
+    SetupError,
+    StepResult,
+    env_rollout,
+    tool_rollout,
+)
+from trl_rollouts.testing import Reply, ScriptedClient, byte_tokenizer, fake_trainer
+
+TOKENIZER = byte_tokenizer()
+START, END = 257, 258
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text)["input_ids"])
+
+
+def ask(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: The first factor.
+        b: The second factor.
+    """
+    return a * b
+
+
+def call(a: int, b: int) -> str:
+    return f'<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
+
+
+def bridged(text: str) -> list[int]:
+    """What follows the end of a turn whose call was answered with `text`."""
+    return ids(f"\n<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+class Echo:
+    """Answers every turn with its text in capitals; ends when the text is "stop"."""
+
+    def reset(self, prompt: list[Message]) -> list[Message]:
+        return prompt
+
+    def step(self, action: Message) -> StepResult:
+        text = action["content"]
+        return StepResult([{"role": "user", "content": text.upper()}], reward=len(text), terminated=text == "stop")
+
+    def close(self) -> None:
+        pass
+
+
+def roll(rollout: Rollout, *prompts: Any, **config: Any) -> dict[str, list[Any]]:
+    return rollout(list(prompts), fake_trainer(TOKENIZER, **config))
+
+
+def test_a_call_its_answer_and_the_next_turn_are_one_row() -> None:
+    client = ScriptedClient([call(7, 8), "56."])
+    batch = roll(tool_rollout([multiply], client=client), ask("7 times 8?"))
+    turn, answer, last = [*ids(call(7, 8)), END], bridged("56"), [*ids("56."), END]
+    [prompt] = batch["prompt_ids"]
+    assert b"multiply" in bytes(i for i in prompt if i < 256)
+    assert batch["completion_ids"] == [turn + answer + last]
+    assert batch["env_mask"] == [[1] * len(turn) + [0] * len(answer) + [1] * len(last)]
+    assert [sent for sent, _ in client.calls] == [prompt, prompt + turn + answer]
+    assert batch["logprobs"] == [
+        [client.logprob(i) for i in turn] + [0.0] * len(answer) + [client.logprob(i) for i in last]
+    ]
+
+
+def test_reward_functions_get_the_true_messages_and_calls() -> None:
+    batch = roll(tool_rollout([multiply], client=ScriptedClient([call(7, 8), "56."])), ask("7 times 8?"))
+    [record] = batch["tool_calls"][0]
+    assert record.pop("duration_s") >= 0
+    assert record == {
+        "name": "multiply", "arguments": {"a": 7, "b": 8}, "result": 56, "error": None, "content": "56"
+    }  # fmt: skip
+    assert [message["role"] for message in batch["transcript"][0]] == ["user", "assistant", "tool", "assistant"]
+    assert batch["transcript"][0][2]["content"] == "56"
+    assert (batch["stop_reason"], batch["num_turns"], batch["env_reward"]) == (["terminated"], [2], [0.0])
+
+
+def test_a_single_step_call_is_run_and_nothing_is_fed_back() -> None:
+    client = ScriptedClient([call(7, 8)])
+    batch = roll(tool_rollout([multiply], max_turns=1, client=client), ask("7 times 8?"))
+    assert batch["completion_ids"] == [[*ids(call(7, 8)), END]]
+    assert batch["env_mask"] == [[1] * (len(ids(call(7, 8))) + 1)]
+    assert [record["result"] for record in batch["tool_calls"][0]] == [56]
+    assert batch["stop_reason"] == ["max_turns"]
+    assert len(client.calls) == 1
+
+
+def test_two_calls_of_a_turn_are_answered_in_order() -> None:
+    client = ScriptedClient([call(2, 3) + "\n" + call(4, 5), "ok"])
+    batch = roll(tool_rollout([multiply], client=client), ask("?"))
+    assert [m["content"] for m in batch["transcript"][0] if m["role"] == "tool"] == ["6", "20"]
+
+
+@pytest.mark.parametrize(
+    "inner", ["{}", '{"name": 1}', "[]", "nonsense", '{"name": "f"}', '{"name": "multiply", "arguments": [1]}']
+)
+def test_a_bad_call_is_answered_and_the_model_goes_on(inner: str) -> None:
+    client = ScriptedClient([f"<tool_call>{inner}</tool_call>", call(7, 8), "56."])
+    batch = roll(tool_rollout([multiply], client=client), ask("?"))
+    assert [record["error"] is None for record in batch["tool_calls"][0]] == [False, True]
+    assert batch["transcript"][0][2]["content"].startswith("Error: ")
+    assert batch["stop_reason"] == ["terminated"]
+
+
+def test_as_many_rows_come_back_as_prompts_went_in_and_in_their_order() -> None:
+    def reply(prompt: list[int]) -> Reply:
+        question = next(i for i in (ord("p"), ord("q"), ord("r")) if i in prompt[prompt.index(10) :][:3])
+        return Reply([question, END], delay_s={"p": 0.15, "q": 0.1, "r": 0.05}[chr(question)])
+
+    batch = roll(env_rollout(Echo, max_turns=1, client=ScriptedClient(reply)), *map(ask, "ppqr"), num_generations=2)
+    assert [row[0] for row in batch["completion_ids"]] == [ord("p"), ord("p"), ord("q"), ord("r")]
+    assert {len(values) for values in batch.values()} == {4}
+
+
+def test_no_prompts_are_no_rows() -> None:
+    assert roll(env_rollout(Echo, client=ScriptedClient([])))["completion_ids"] == []
+
+
+def test_members_of_a_group_keep_their_own_contexts() -> None:
+    firsts = iter(["a", "b"])
+
+    def reply(prompt: list[int]) -> str:
+        return next(firsts) if prompt.count(START) == 2 else "stop"
+
+    client = ScriptedClient(reply)
+    batch = roll(env_rollout(Echo, client=client), ask("p"), ask("p"))
+    assert batch["prompt_ids"][0] == batch["prompt_ids"][1]
+    for letter, row in zip("ab", batch["completion_ids"], strict=True):
+        answer = ids(f"{letter}<|im_end|>\n<|im_start|>user\n{letter.upper()}<|im_end|>\n<|im_start|>assistant\n")
+        assert row == [*answer, *ids("stop"), END]
+
+
+def test_sampled_ids_are_never_encoded_again() -> None:
+    tokenizer = byte_tokenizer([("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")])
+    he, llo, hello = (tokenizer.convert_tokens_to_ids(token) for token in ("he", "llo", "hello"))
+    assert tokenizer("hello")["input_ids"] == [hello]
+    client = ScriptedClient([[he, llo, END], "stop"], tokenizer=tokenizer)
+    batch = env_rollout(Echo, client=client)([ask("p")], fake_trainer(tokenizer))
+    assert batch["completion_ids"][0][:3] == [he, llo, END]
+    assert client.calls[1][0][: len(batch["prompt_ids"][0]) + 3] == [*batch["prompt_ids"][0], he, llo, END]
+
+
+def test_thoughts_of_earlier_turns_are_kept_under_a_template_that_drops_them() -> None:
+    client = ScriptedClient(["<think>\none\n</think>\n\na", "<think>\ntwo\n</think>\n\nb", "stop"])
+    batch = roll(env_rollout(Echo, client=client), ask("p"))
+    contexts = [context for context, _ in client.calls]
+    for earlier, later in itertools.pairwise(contexts):
+        assert later[: len(earlier)] == earlier
+    text = TOKENIZER.decode(batch["completion_ids"][0])
+    assert [text.count(part) for part in ("one", "two", "stop")] == [1, 1, 1]
+    assert batch["transcript"][0][1] == {"role": "assistant", "content": "a", "reasoning_content": "one"}
+
+
+def test_a_turn_that_a_limit_of_its_own_cut_gets_one_end_that_is_not_trained() -> None:
+    client = ScriptedClient([[*b"abcdef"], "stop"])
+    config = {"generation_kwargs": {"max_tokens": 4}}
+    batch = roll(env_rollout(Echo, client=client), ask("p"), **config)
+    row, mask = batch["completion_ids"][0], batch["env_mask"][0]
+    assert row[:6] == [*b"abcd", END, 10]
+    assert mask[:6] == [1, 1, 1, 1, 0, 0]
+    assert batch["logprobs"][0][4] == 0.0
+
+
+def test_every_sampled_token_is_trained_and_no_other() -> None:
+    client = ScriptedClient(["a", "b", "stop"])
+    batch = roll(env_rollout(Echo, client=client), ask("p"))
+    assert sum(batch["env_mask"][0]) == len("a") + len("b") + len("stop") + 3
+    assert all(lp != 0.0 or m == 0 for lp, m in zip(batch["logprobs"][0], batch["env_mask"][0], strict=True))
+
+
+# Budgets: max_completion_length is the whole trajectory, observations included.
+
+
+def test_a_turn_may_use_what_the_turns_and_observations_before_it_left() -> None:
+    client = ScriptedClient(["a" * 9, "stop"])
+    roll(env_rollout(Echo, client=client), ask("p"), max_completion_length=100)
+    observed = len(ids("\n<|im_start|>user\nAAAAAAAAA<|im_end|>\n<|im_start|>assistant\n"))
+    assert [sampling.max_tokens for _, sampling in client.calls] == [100, 100 - 10 - observed]
+
+
+def test_an_observation_that_leaves_no_room_is_left_out_whole() -> None:
+    client = ScriptedClient(["a" * 30])
+    batch = roll(env_rollout(Echo, client=client), ask("p"), max_completion_length=50)
+    assert batch["completion_ids"] == [[97] * 30 + [END]]
+    assert batch["stop_reason"] == ["length"]
+    assert len(client.calls) == 1
+
+
+def test_a_completion_that_is_cut_has_exactly_the_budget_and_ends_the_row() -> None:
+    batch = roll(env_rollout(Echo, client=ScriptedClient([[97] * 99])), ask("p"), max_completion_length=16)
+    assert batch["completion_ids"] == [[97] * 16]
+    assert batch["stop_reason"] == ["length"]
+    assert batch["env_reward"] == [16.0]
+
+
+def test_the_servers_context_limits_a_request() -> None:
+    prompt_len = len(ids("<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n"))
+    client = ScriptedClient([[97] * 99], max_model_len=prompt_len + 7)
+    batch = roll(env_rollout(Echo, client=client), ask("p"), max_completion_length=64)
+    assert client.calls[0][1].max_tokens == 7
+    assert batch["completion_ids"] == [[97] * 7]
+    assert batch["stop_reason"] == ["length"]
+
+
+def test_a_prompt_that_is_too_long_fails_its_row_and_is_not_sent() -> None:
+    client = ScriptedClient(["stop"], max_model_len=60)
+    batch = roll(env_rollout(Echo, client=client), ask("p" * 100), ask("p"), max_completion_length=8)
+    assert len(client.calls) == 1
+    assert batch["env_reward"] == [None, 4.0]
+    assert "tokens and the server's max_model_len is 60" in batch["rollout_error"][0]
+    assert batch["env_mask"] == [[0], [1] * 5]
+
+
+def test_nearly_everything_cut_by_length_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    rollout = env_rollout(Echo, client=ScriptedClient(lambda prompt: [97] * 99))
+    with caplog.at_level(logging.WARNING):
+        roll(rollout, ask("p"), ask("q"), max_completion_length=4)
+        roll(rollout, ask("p"), ask("q"), max_completion_length=4)
+    assert caplog.text.count("2 of 2 trajectories were cut by length (max_completion_length=4") == 1
+
+
+def test_a_stop_string_inside_a_token_keeps_the_whole_token() -> None:
+    tokenizer = byte_tokenizer([("!", "x")])
+    bang_x = tokenizer.convert_tokens_to_ids("!x")
+    client = ScriptedClient([[97, bang_x, 98]], tokenizer=tokenizer)
+    trainer = fake_trainer(tokenizer, generation_kwargs={"stop": ["!"]})
+    batch = env_rollout(Echo, max_turns=1, client=client)([ask("p")], trainer)
+    assert batch["completion_ids"] == [[97, bang_x]]
+    assert batch["transcript"][0][-1]["content"] == "a!x"
+
+
+# Failures: data ends its row, infra is raised.
+
+
+class Fragile(Echo):
+    def step(self, action: Message) -> StepResult:
+        if action["content"] == "boom":
+            raise KeyError("boom")
+        return super().step(action)
+
+
+def test_a_step_that_raises_ends_its_row_with_its_tokens_and_no_reward() -> None:
+    def reply(prompt: list[int]) -> str:
+        return "boom" if ord("3") in prompt else "stop"
+
+    batch = roll(env_rollout(Fragile, client=ScriptedClient(reply)), *map(ask, "01234567"))
+    assert batch["env_reward"] == [4.0, 4.0, 4.0, None, 4.0, 4.0, 4.0, 4.0]
+    assert batch["completion_ids"][3] == [*b"boom", END]
+    assert (batch["env_mask"][3], batch["logprobs"][3]) == ([0] * 5, [0.0] * 5)
+    assert batch["rollout_error"][3] == "EnvError: env.step failed: KeyError: 'boom'"
+    assert batch["rollout_error"][0] is None
+
+
+def test_a_batch_without_a_survivor_is_raised_with_counts_and_the_first_cause() -> None:
+    rollout = env_rollout(Fragile, client=ScriptedClient(lambda prompt: "boom"))
+    with pytest.raises(RolloutError, match=r"All 2 trajectories failed \(2 EnvError\).*KeyError: 'boom'"):
+        roll(rollout, ask("p"), ask("q"))
+
+
+def test_a_request_that_the_server_refuses_fails_alone() -> None:
+    def reply(prompt: list[int]) -> str:
+        if ord("q") in prompt:
+            raise RequestError("answered 400: no")
+        return "stop"
+
+    batch = roll(env_rollout(Echo, client=ScriptedClient(reply)), ask("p"), ask("q"))
+    assert batch["rollout_error"] == [None, "RequestError: answered 400: no"]
+
+
+def test_a_server_that_is_gone_is_raised_and_the_other_trajectories_are_closed() -> None:
+    closed = []
+
+    class Closing(Echo):
+        def close(self) -> None:
+            closed.append(1)
+
+    def reply(prompt: list[int]) -> Reply:
+        if ord("q") in prompt:
+            raise ServerError("gone")
+        return Reply([END], delay_s=30.0)
+
+    started = time.monotonic()
+    with pytest.raises(ServerError, match="gone"):
+        roll(env_rollout(Closing, client=ScriptedClient(reply)), ask("p"), ask("q"))
+    assert time.monotonic() - started < 5
+    assert closed == [1, 1]
+
+
+def test_a_trajectory_that_is_stuck_ends_at_its_limit_with_the_turns_it_has() -> None:
+    class Stuck(Echo):
+        async def step(self, action: Message) -> StepResult:  # type: ignore[override]
+            if action["content"] == "wait":
+                await asyncio.sleep(60)
+            return super().step(action)
+
+    client = ScriptedClient(lambda prompt: "wait" if prompt.count(START) > 2 else "a")
+    batch = roll(env_rollout(Stuck, trajectory_timeout_s=0.5, client=client), ask("p"))
+    assert batch["stop_reason"] == ["timeout"]
+    assert batch["completion_ids"][0][-5:] == [*b"wait", END]
+    assert batch["env_reward"] == [1.0]
+    assert batch["env_mask"][0][-1] == 1
+
+
+def test_an_environment_is_closed_once_whatever_happened() -> None:
+    events: list[str] = []
+
+    class Counting(Fragile):
+        def reset(self, prompt: list[Message]) -> list[Message]:
+            events.append("reset")
+            if prompt[0]["content"] == "bad":
+                raise ValueError("no such level")
+            return prompt
+
+        def close(self) -> None:
+            events.append("close")
+            raise OSError("cannot close")
+
+    client = ScriptedClient(lambda prompt: "boom" if ord("x") in prompt else "stop")
+    batch = roll(env_rollout(Counting, client=client), ask("bad"), ask("x"), ask("y"))
+    assert sorted(events) == ["close"] * 3 + ["reset"] * 3
+    assert [error is None for error in batch["rollout_error"]] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (None, "env.step returned NoneType; it must return a trl_rollouts.StepResult"),
+        (StepResult([{"role": "user", "content": "x"}], reward=math.nan), "returned reward nan; it must be finite"),
+        (StepResult([]), "returned no message and did not end the episode"),
+    ],
+)
+def test_a_step_that_returns_the_wrong_thing_is_a_sentence(result: Any, said: str) -> None:
+    class Wrong(Echo):
+        def step(self, action: Message) -> Any:
+            return result
+
+    with pytest.raises(RolloutError, match=said.replace("(", r"\(")):
+        roll(env_rollout(Wrong, client=ScriptedClient(["a"])), ask("p"))
+
+
+def test_an_observation_is_made_of_messages() -> None:
+    with pytest.raises(ValueError, match="must be messages"):
+        StepResult(["text"])  # type: ignore[list-item]
+
+
+def test_only_the_model_speaks_as_the_assistant() -> None:
+    with pytest.raises(ValueError, match="only the model speaks"):
+        StepResult([{"role": "assistant", "content": "x"}])
+
+
+def test_what_reset_returns_is_what_the_model_sees() -> None:
+    class Door(Echo):
+        def reset(self, prompt: list[Message]) -> list[Message]:
+            return [{"role": "system", "content": "TASK: open door 3"}, *prompt]
+
+    batch = roll(env_rollout(Door, max_turns=1, client=ScriptedClient(["a"])), ask("p"))
+    assert b"TASK: open door 3" in bytes(i for i in batch["prompt_ids"][0] if i < 256)
+    assert batch["completion_ids"] == [[97, END]]
+
+
+def test_a_rows_data_reaches_its_environment_and_not_the_model() -> None:
+    class Task(Echo):
+        def reset(self, prompt: list[Message]) -> list[Message]:
+            self.answer = prompt[-1]["task"]["answer"]
+            return prompt
+
+        def step(self, action: Message) -> StepResult:
+            return StepResult(reward=self.answer, terminated=True)
+
+    prompts = [[{"role": "user", "content": "same", "task": {"answer": answer}}] for answer in (1, 2)]
+    batch = roll(env_rollout(Task, client=ScriptedClient(lambda prompt: "a")), *prompts)
+    assert batch["env_reward"] == [1.0, 2.0]
+    assert batch["prompt_ids"][0] == batch["prompt_ids"][1]
+    assert batch["transcript"][0][0] == {"role": "user", "content": "same"}
+
+
+def test_string_and_message_prompts_become_the_same_ids() -> None:
+    text = "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n"
+    rollout = env_rollout(Echo, max_turns=1, client=ScriptedClient(lambda prompt: "a"))
+    batch = roll(rollout, text, ask("p"), [{"role": "user", "content": [{"type": "text", "text": "p"}]}])
+    assert batch["prompt_ids"] == [ids(text)] * 3
+
+
+# Scheduling.
+
+
+def test_a_slow_trajectory_delays_no_other() -> None:
+    arrivals: list[tuple[float, int]] = []
+    started = time.monotonic()
+
+    def reply(prompt: list[int]) -> Reply:
+        arrivals.append((time.monotonic() - started, prompt.count(START)))
+        slow = ord("z") in prompt
+        return Reply([*ids("stop" if slow or prompt.count(START) == 6 else "a"), END], delay_s=1.0 if slow else 0.05)
+
+    batch = roll(env_rollout(Echo, client=ScriptedClient(reply)), ask("z"), ask("p"))
+    assert batch["num_turns"] == [1, 3]
+    assert max(arrived for arrived, turn in arrivals if turn > 2) < 0.9
+
+
+def test_trajectories_run_at_once_up_to_the_limit() -> None:
+    def reply(prompt: list[int]) -> Reply:
+        return Reply([*ids("stop" if prompt.count(START) == 6 else "a"), END], delay_s=0.05)
+
+    client = ScriptedClient(reply)
+    started = time.monotonic()
+    roll(env_rollout(Echo, client=client), *map(ask, "0123456789abcdef"))
+    assert time.monotonic() - started < 1.0  # 16 times 3 turns of 0.05 s would be 2.4 s
+    assert client.max_in_flight == 16
+    narrow = ScriptedClient(reply)
+    roll(env_rollout(Echo, client=narrow, max_concurrency=4), *map(ask, "01234567"))
+    assert narrow.max_in_flight == 4
+
+
+def test_a_blocking_tool_holds_up_no_other_trajectory() -> None:
+    def sleep(seconds: float) -> str:
+        """Sleep.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+        return "awake"
+
+    client = ScriptedClient(lambda prompt: '{"name": "sleep", "arguments": {"seconds": 0.5}}')
+    started = time.monotonic()
+    batch = roll(tool_rollout([sleep], max_turns=1, client=client), *map(ask, "01234567"))
+    assert time.monotonic() - started < 1.5
+    assert [calls[0]["result"] for calls in batch["tool_calls"]] == ["awake"] * 8
+
+
+def test_a_rollout_works_inside_a_running_event_loop() -> None:
+    async def cell() -> dict[str, list[Any]]:
+        return roll(env_rollout(Echo, client=ScriptedClient(["stop"])), ask("p"))
+
+    assert asyncio.run(cell())["stop_reason"] == ["terminated"]
+
+
+def test_closing_a_rollout_ends_its_thread() -> None:
+    rollout = env_rollout(Echo, client=ScriptedClient(["stop", "stop"]))
+    roll(rollout, ask("p"))
+    assert any(thread.name == "trl_rollouts" for thread in threading.enumerate())
+    rollout.close()
+    assert not any(thread.name == "trl_rollouts" for thread in threading.enumerate())
+    assert roll(rollout, ask("p"))["stop_reason"] == ["terminated"]
+    rollout.close()
+
+
+# Settings.
+
+
+def test_settings_are_read_at_every_call() -> None:
+    client = ScriptedClient(lambda prompt: "stop")
+    rollout = env_rollout(Echo, client=client)
+    roll(rollout, ask("p"), temperature=0.7)
+    roll(rollout, ask("p"), temperature=0.9, mode="eval")
+    assert [sampling.temperature for _, sampling in client.calls] == [0.7, 0.9]
+
+
+def test_a_seed_differs_for_every_trajectory_and_turn() -> None:
+    client = ScriptedClient(lambda prompt: "stop" if prompt.count(START) > 2 else "a")
+    roll(env_rollout(Echo, client=client), ask("p"), ask("p"), generation_kwargs={"seed": 1})
+    assert len({sampling.seed for _, sampling in client.calls}) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: env_rollout(Echo, max_turns=0), "max_turns must be positive, not 0"),
+        (lambda: env_rollout(Echo(), max_turns=1), "env_factory must be callable"),
+        (lambda: env_rollout(Echo, base_url="x", client=ScriptedClient([])), "base_url or client, not both"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_when_they_are_passed(make: Callable[[], Rollout], said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        make()
+
+
+def test_tools_on_the_trainer_too_are_refused_with_what_to_do() -> None:
+    trainer = fake_trainer(TOKENIZER)
+    trainer.tools = [multiply]
+    with pytest.raises(SetupError, match="Remove tools= from the trainer"):
+        tool_rollout([multiply], client=ScriptedClient([]))([ask("p")], trainer)
+
+
+def test_without_a_server_the_error_says_how_to_start_one() -> None:
+    with pytest.raises(SetupError, match="trl-rollouts serve MODEL.*base_url="):
+        roll(env_rollout(Echo), ask("p"))
+
+
+def test_n_in_generation_kwargs_is_refused_before_anything_is_sent() -> None:
+    client = ScriptedClient([])
+    with pytest.raises(SetupError, match=r"generation_kwargs holds \['n'\]"):
+        roll(env_rollout(Echo, client=client), ask("p"), generation_kwargs={"n": 8})
+    assert client.calls == []
+
+
+def test_tools_under_a_template_whose_call_format_is_unknown_are_refused_before_anything_is_sent() -> None:
+    client = ScriptedClient([])
+    trainer = fake_trainer(TOKENIZER)
+    trainer.chat_template = "{{ tools }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(SetupError, match="Pass parser="):
+        tool_rollout([multiply], client=client)([ask("p")], trainer)
+    assert client.calls == []
+
+
+def test_a_cut_distribution_under_the_importance_sampling_correction_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rollout = env_rollout(Echo, client=ScriptedClient(lambda prompt: "stop"), weight_sync=None)
+    with caplog.at_level(logging.WARNING):
+        roll(rollout, ask("p"), use_vllm=True, top_p=0.8)
+    assert "top_p=0.8" in caplog.text
+
+
+def test_figures_reach_the_trainers_log() -> None:
+    trainer = fake_trainer(TOKENIZER)
+    tool_rollout([multiply], client=ScriptedClient([call(1, 2), "2."]))([ask("p")], trainer)
+    logged = trainer._metrics["train"]
+    assert logged["rollout/num_turns"] == [2]
+    assert logged["rollout/tool_calls"] == [1.0]
+    assert logged["rollout/stop/terminated"] == [1.0]
+    assert logged["rollout/sampled_tokens"] == [len(ids(call(1, 2))) + 1 + 3]

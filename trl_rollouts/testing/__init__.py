@@ -1,0 +1,39 @@
+"""Rollouts in milliseconds, without a model: a server that fails on demand, and the rest of a run around it.
+
+Nothing here needs torch, trl or vllm to import; `byte_tokenizer` and `tiny_model` need transformers when called.
+"""
+
+from .client import ScriptedClient
+from .faults import (
+    BrokenBody,
+    NoLogprobs,
+    NoTokenIds,
+    NullLogprob,
+    Reset,
+    Silence,
+    Status,
+    WrongCount,
+    WrongPromptIds,
+)
+from .model import Reply
+from .server import FakeServer
+from .tokenizer import byte_tokenizer, tiny_model
+from .trainer import fake_trainer
+
+__all__ = [
+    "BrokenBody",
+    "FakeServer",
+    "NoLogprobs",
+    "NoTokenIds",
+    "NullLogprob",
+    "Reply",
+    "Reset",
+    "ScriptedClient",
+    "Silence",
+    "Status",
+    "WrongCount",
+    "WrongPromptIds",
+    "byte_tokenizer",
+    "fake_trainer",
+    "tiny_model",
+]
