@@ -18,7 +18,7 @@ LAYERS = [
     {"env", "sampling", "transcripts", "metrics", "serving"},
     {"tokens", "parsing"},
     {"clients"},
-    {"tools", "weights", "episode"},
+    {"tools", "weights", "episode", "trainer"},
     {"rollout"},
     {"__init__", "cli", "testing"},
 ]

@@ -125,9 +125,17 @@ def test_a_user_observation_follows_exactly_the_end_of_the_turn(template: str | 
 @pytest.mark.parametrize("template", [None, "qwen3"])
 @given(content=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_a_bridge_shows_the_observation_and_no_part_of_the_dummy_turn(template: str | None, content: str) -> None:
-    tokenizer = chat(template)
-    text = bytes(i for i in tokenizer.bridge([{**TOOL, "content": content}], ended=True) if i < 256).decode()
-    assert text == f"\nuser\n\n{content}\n\nassistant\n"
+    ids = chat(template).bridge([{**TOOL, "content": content}], ended=True)
+    assert bytes(i for i in ids if i < 256).decode() == f"\nuser\n\n{content}\n\nassistant\n"
+
+
+@pytest.mark.parametrize("template", [None, "qwen3", "qwen2_5"])
+@given(parts=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|endoftext|>", "a", "\n", "<|", "im_end|>"])))
+def test_the_text_of_a_special_token_in_an_observation_stays_text(template: str | None, parts: list[str]) -> None:
+    content = "x" + "".join(parts) + "x"
+    ids = chat(template).bridge([TOOL, {**TOOL, "content": content}], ended=True)
+    assert [i for i in ids if i in (256, START, END)] == [START, END, START]
+    assert content in bytes(i for i in ids if i < 256).decode()
 
 
 def test_the_marker_of_the_dummy_turn_may_stand_in_an_observation() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
+from . import trainer as reading
 from .clients import Client, connect, normal_url
 from .engine import Engine
 from .env import EnvFactory
@@ -110,21 +111,12 @@ class Rollout:
             ServerError: the server is gone.
             RolloutError: every trajectory failed; the first cause is named and chained.
         """
-        if getattr(trainer, "tools", None):
-            raise SetupError(
-                "GRPOTrainer got tools= and rollout_func=. TRL would run its own tool loop on top of this rollout's. "
-                "Remove tools= from the trainer and pass the functions to tool_rollout."
-            )
+        reading.refuse_conflicts(trainer)
+        tokenizer, sampling = reading.chat_tokenizer(trainer), Sampling.from_config(trainer.args)
+        for warning in reading.warnings(trainer, sampling, self._trajectory_timeout_s):
+            self._warn_once(warning)
         if self._engine is None:
             self._engine = Engine()
-        tokenizer = ChatTokenizer(
-            trainer.processing_class,
-            chat_template=trainer.chat_template,
-            template_kwargs=trainer.chat_template_kwargs,
-            eos_token_ids=_eos_token_ids(trainer),
-        )
-        sampling = Sampling.from_config(trainer.args)
-        self._warn_of_settings(trainer, sampling)
         base_urls = self._urls(trainer)
         client = self._connected(trainer, tokenizer, base_urls)
         self._sync_weights(trainer, base_urls)
@@ -152,20 +144,17 @@ class Rollout:
         self._engine = self._client = None
 
     def _urls(self, trainer: Any) -> list[str]:
-        """The servers' addresses: ours, or the ones that the trainer is configured with; none for a given client."""
-        args = trainer.args
+        """The servers' addresses: ours, or the trainer's; none for a given client."""
         if self._given_client is not None:
             return []
         if self._base_urls is not None:
             return self._base_urls
-        if args.vllm_server_base_url:
-            return [normal_url(args.vllm_server_base_url)]
-        if trainer.use_vllm and args.vllm_mode == "server":
-            return [normal_url(f"{args.vllm_server_host}:{args.vllm_server_port}")]
+        if url := reading.server_url(trainer):
+            return [url]
         raise SetupError(
-            f"No server to sample from: use_vllm={trainer.use_vllm}, vllm_mode={args.vllm_mode!r} names none. Start "
-            "one (`trl-rollouts serve MODEL`) and pass base_url='http://localhost:8000', or set vllm_mode='server' "
-            "with use_vllm=True, or vllm_server_base_url, in GRPOConfig."
+            f"No server to sample from: use_vllm={trainer.use_vllm}, vllm_mode={trainer.args.vllm_mode!r} names none. "
+            "Start one (`trl-rollouts serve MODEL`) and pass base_url='http://localhost:8000', or set "
+            "vllm_mode='server' with use_vllm=True, or vllm_server_base_url, in GRPOConfig."
         )
 
     def _connected(self, trainer: Any, tokenizer: ChatTokenizer, base_urls: list[str]) -> Client:
@@ -174,13 +163,12 @@ class Rollout:
             return self._given_client
         if self._client is None:
             assert self._engine is not None
-            limits = (trainer.args.vllm_max_model_length, trainer.model.config.max_position_embeddings)
             self._client = self._engine.run(
                 connect(
                     base_urls,
                     tokenizer,
                     max_completion_length=trainer.args.max_completion_length,
-                    max_model_len=next((limit for limit in limits if limit), None),
+                    max_model_len=reading.max_model_len(trainer),
                     wait_s=trainer.args.vllm_server_timeout,
                     request_timeout_s=self._request_timeout_s,
                 )
@@ -192,7 +180,7 @@ class Rollout:
         """Bring the trainer's weights to servers that TRL does not sync; a step's first request comes after."""
         sync = self._weight_sync
         if sync == "auto":
-            if trainer.use_vllm and self._base_urls is not None and not self._is_trainers_server(trainer.args):
+            if trainer.use_vllm and self._base_urls not in (None, [reading.server_url(trainer)]):
                 raise SetupError(
                     f"TRL syncs its weights to its own vLLM (vllm_mode={trainer.args.vllm_mode!r}), not to "
                     f"{base_urls}. Leave out base_url to use the trainer's server, or pass "
@@ -203,13 +191,9 @@ class Rollout:
         if sync is not None:
             sync.sync(trainer, base_urls)
 
-    def _is_trainers_server(self, args: Any) -> bool:
-        own = args.vllm_server_base_url or f"{args.vllm_server_host}:{args.vllm_server_port}"
-        return args.vllm_mode == "server" and self._base_urls == [normal_url(own)]
-
     def _report(self, trainer: Any, trajectories: Sequence[Trajectory]) -> None:
         """Transcripts, figures, warnings; raises where nothing is left to train on."""
-        mode = "train" if trainer.model.training else "eval"
+        mode = reading.mode(trainer)
         if self._transcript_dir is not None and trajectories:
             write_transcripts(
                 self._transcript_dir,
@@ -232,22 +216,6 @@ class Rollout:
         if trajectories:
             log_figures(trainer, trajectories, mode)
         self._warn_once(mostly_cut(trajectories, trainer.args.max_completion_length))
-
-    def _warn_of_settings(self, trainer: Any, sampling: Sampling) -> None:
-        args = trainer.args
-        if trainer.use_vllm and args.vllm_importance_sampling_correction and sampling.is_truncated:
-            self._warn_once(
-                f"top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} cut the distribution "
-                "that is sampled, and its logprobs are of what is left; the trainer's are of the whole. The "
-                "importance-sampling correction is biased by the mass that was cut. Use top_p=1, top_k=0, "
-                "min_p=None, or turn it off."
-            )
-        if trainer.accelerator.num_processes > 1 and self._trajectory_timeout_s >= args.ddp_timeout:
-            self._warn_once(
-                f"trajectory_timeout_s={self._trajectory_timeout_s:g} is not below ddp_timeout={args.ddp_timeout}: "
-                "while one process waits for a slow trajectory the others may give up. Raise ddp_timeout or lower "
-                "the limit."
-            )
 
     def _warn_once(self, message: str | None) -> None:
         if message is not None and (key := message[:24]) not in self._warned:
@@ -273,13 +241,6 @@ async def _run_all(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def _eos_token_ids(trainer: Any) -> list[int]:
-    """The model's own end-of-turn ids; several models have more than the tokenizer's one."""
-    config = getattr(trainer.model, "generation_config", None)
-    ids = getattr(config, "eos_token_id", None)
-    return [ids] if isinstance(ids, int) else list(ids or ())
 
 
 def env_rollout(env_factory: EnvFactory, *, max_turns: int = 32, **options: Unpack[RolloutOptions]) -> Rollout:

@@ -9,6 +9,7 @@ TRL bridges by the difference of two such renders (`GRPOTrainer._get_tool_suffix
 assistant turn looks the same when it is the last one. A marker inside the dummy turn does without the second render.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,7 +42,9 @@ class ChatTokenizer:
             raise TemplateError("The tokenizer has no eos_token, so no turn can end. Set tokenizer.eos_token.")
         self.eos_token_id: int = self._tokenizer.eos_token_id
         self.eos_token_ids = frozenset({self.eos_token_id, *eos_token_ids})
-        self.vocab_size: int = len(self._tokenizer)
+        added = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        special = sorted(added | set(self._tokenizer.all_special_tokens), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)))
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """`text` as ids. With `special_tokens`, as the tokenizer wraps a whole text (a BOS that the text does not
@@ -85,13 +88,12 @@ class ChatTokenizer:
         Raises:
             TemplateError: the template fails on these messages, or the end of the assistant's turn cannot be found.
         """
-        marker = "ENDofTHEturn"
-        while any(marker in str(message) for message in observation):
-            marker += "Z"
-        calls = [message for message in observation if message["role"] == "tool"]
-        text = self._render([{"role": "user", "content": "."}, _dummy_turn(marker, calls), *observation])
+        marker, hole = _absent("ENDofTHEturn", observation), _absent("SPECIALtoken", observation)
+        shown = [{**message, "content": self._special.sub(hole, _text(message))} for message in observation]
+        calls = [message for message in shown if message["role"] == "tool"]
+        text = self._render([{"role": "user", "content": "."}, _dummy_turn(marker, calls), *shown])
         _, found, tail = text.rpartition(marker)
-        ids = self.encode(tail)
+        ids = self._encode_with_holes(tail, hole, [t for m in observation for t in self._special.findall(_text(m))])
         end = next((index for index, token_id in enumerate(ids) if token_id in self.eos_token_ids), None)
         if not found or end is None:
             raise TemplateError(
@@ -100,6 +102,22 @@ class ChatTokenizer:
                 f"{sorted(self.eos_token_ids)} stands in {tail[:200]!r}."
             )
         return ids[end + 1 :] if ended else ids[end:]
+
+    def _encode_with_holes(self, text: str, hole: str, literals: list[str]) -> list[int]:
+        """`text` with each hole filled by its literal, the text of a special token, encoded as the text it is.
+
+        A tool's result that spells out `<|im_end|>` must not end the turn.
+        """
+        parts = text.split(hole)
+        if len(parts) != len(literals) + 1:
+            raise TemplateError(
+                "The chat template leaves out or repeats an observation that has a special token's text."
+            )
+        ids = self.encode(parts[0])
+        for literal, part in zip(literals, parts[1:], strict=True):
+            ids += self._tokenizer(literal, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            ids += self.encode(part)
+        return ids
 
     def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
         if self.chat_template is None:
@@ -150,16 +168,28 @@ def _dummy_turn(marker: str, calls: list[Message]) -> Message:
     return turn
 
 
+def _absent(word: str, messages: list[Message]) -> str:
+    """`word`, made longer until it stands in no message."""
+    while any(word in str(message) for message in messages):
+        word += "Z"
+    return word
+
+
+def _text(message: Message) -> str:
+    """The message's content as text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    kinds = {str(part.get("type")) for part in content}
+    if kinds - {"text"}:
+        raise TemplateError(
+            f"A message has content of type {sorted(kinds)}. Only text can be trained through a rollout_func: TRL "
+            "takes no images back from one."
+        )
+    return "".join(part["text"] for part in content)
+
+
 def _plain(message: Message) -> Message:
     """The message as a template takes it: text content, no task, none of the nulls that Arrow adds."""
-    content = message.get("content")
-    if isinstance(content, list):
-        kinds = {part.get("type") for part in content}
-        if kinds - {"text"}:
-            raise TemplateError(
-                f"A message has content of type {sorted(map(str, kinds))}. Only text can be trained through a "
-                "rollout_func: TRL takes no images back from one."
-            )
-        content = "".join(part["text"] for part in content)
     plain = {key: value for key, value in message.items() if key != "task" and value is not None}
-    return plain if content is None else {**plain, "content": content}
+    return {**plain, "content": _text(message)} if "content" in plain else plain

@@ -131,10 +131,10 @@ def columns(trajectories: Sequence[Trajectory], *, placeholder_id: int) -> dict[
     rows = [_row(trajectory, placeholder_id) for trajectory in trajectories]
     for row in rows:
         _check(row)
-    return {name: [row[name] for row in rows] for name in _FIELDS}
+    return {name: [row[name] for row in rows] for name in FIELDS}
 
 
-_FIELDS = (
+FIELDS = (
     "prompt_ids",
     "completion_ids",
     "logprobs",
@@ -147,6 +147,7 @@ _FIELDS = (
     "tool_calls",
     "rollout_error",
 )
+"""The columns' names. Those after `env_mask` reach the reward functions."""
 
 
 def _row(trajectory: Trajectory, placeholder_id: int) -> dict[str, Any]:

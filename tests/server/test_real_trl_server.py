@@ -35,7 +35,8 @@ class TwoTurns:
 
 
 def greedy(base_url: str, smollm2: Path, **config: Any) -> dict[str, list[Any]]:
-    rollout = env_rollout(TwoTurns, base_url=base_url, weight_sync=None)
+    """One trajectory at a time: in bfloat16 the size of a batch decides near-ties."""
+    rollout = env_rollout(TwoTurns, base_url=base_url, weight_sync=None, max_concurrency=1)
     trainer = fake_trainer(AutoTokenizer.from_pretrained(smollm2), temperature=0.0, max_completion_length=64, **config)
     trainer.args.generation_kwargs = {"max_tokens": 16}
     try:

@@ -56,7 +56,7 @@ async def _models(http: Http, wait_s: float) -> dict[str, Any] | None:
     Raises:
         ServerError: nothing answers within `wait_s`, or something else does.
     """
-    started = time.monotonic()
+    started, waited = time.monotonic(), False
     while True:
         try:
             status, answer = await http.get("/v1/models")
@@ -73,7 +73,11 @@ async def _models(http: Http, wait_s: float) -> dict[str, Any] | None:
         elapsed = time.monotonic() - started
         if elapsed >= wait_s:
             break
-        logger.info("Waiting for the server at %s, %.0f of %.0f s: it %s", http.base_url, elapsed, wait_s, problem)
+        level = logging.INFO if waited else logging.WARNING  # once where a user sees it, then for those who ask
+        logger.log(
+            level, "The server at %s %s. Waiting for it, %.0f of %.0f s.", http.base_url, problem, elapsed, wait_s
+        )
+        waited = True
         await asyncio.sleep(min(_RETRY_S, wait_s - elapsed))
     raise ServerError(
         f"The server at {http.base_url} {problem}, after {time.monotonic() - started:.0f} s. Expected is a vLLM "

@@ -1,0 +1,80 @@
+"""What a rollout reads of a `GRPOTrainer`: the one place that knows TRL's attributes.
+
+Read at every call, since a config may change between calls. Nothing here changes the trainer.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from .clients import normal_url
+from .errors import SetupError
+from .sampling import Sampling
+from .tokens import ChatTokenizer
+from .trajectory import FIELDS
+
+
+def refuse_conflicts(trainer: Any) -> None:
+    """Raises `SetupError` for what would silently spoil a rollout's work inside TRL."""
+    if getattr(trainer, "tools", None):
+        raise SetupError(
+            "GRPOTrainer got tools= and rollout_func=. TRL would run its own tool loop on top of this rollout's. "
+            "Remove tools= from the trainer and pass the functions to tool_rollout."
+        )
+    dataset = getattr(trainer, "train_dataset", None)
+    if taken := sorted(set(FIELDS) & set(getattr(dataset, "column_names", None) or ())):
+        raise SetupError(
+            f"The dataset's columns {taken} have names of the rollout's fields, and TRL would replace their values "
+            "without a word before it calls the reward functions. Rename them."
+        )
+
+
+def chat_tokenizer(trainer: Any) -> ChatTokenizer:
+    """The trainer's tokenizer, under the template and its arguments that TRL itself would use."""
+    config = getattr(trainer.model, "generation_config", None)
+    ids = getattr(config, "eos_token_id", None)  # several models end turns with more ids than the tokenizer's one
+    return ChatTokenizer(
+        trainer.processing_class,
+        chat_template=trainer.chat_template,
+        template_kwargs=trainer.chat_template_kwargs,
+        eos_token_ids=[ids] if isinstance(ids, int) else ids or (),
+    )
+
+
+def mode(trainer: Any) -> str:
+    """The log that TRL is filling, "train" or "eval"."""
+    return "train" if trainer.model.training else "eval"
+
+
+def server_url(trainer: Any) -> str | None:
+    """The server that the trainer's config names; None where it names none.
+
+    Only the main process holds TRL's own client, so the address comes from the config.
+    """
+    args = trainer.args
+    if trainer.use_vllm and args.vllm_mode != "server":
+        return None
+    if args.vllm_server_base_url:
+        return normal_url(args.vllm_server_base_url)
+    return normal_url(f"{args.vllm_server_host}:{args.vllm_server_port}") if trainer.use_vllm else None
+
+
+def max_model_len(trainer: Any) -> int | None:
+    """What is known of the server's context without asking it: the config's word, or the most that the model can."""
+    limit: int | None = trainer.args.vllm_max_model_length
+    return limit or getattr(trainer.model.config, "max_position_embeddings", None)
+
+
+def warnings(trainer: Any, sampling: Sampling, trajectory_timeout_s: float) -> Iterator[str]:
+    """Settings that work and will disappoint."""
+    args = trainer.args
+    if trainer.use_vllm and args.vllm_importance_sampling_correction and sampling.is_truncated:
+        yield (
+            f"top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} cut the distribution that is "
+            "sampled, and its logprobs are of what is left; the trainer's are of the whole. The importance-sampling "
+            "correction is biased by the mass that was cut. Use top_p=1, top_k=0, min_p=None, or turn it off."
+        )
+    if trainer.accelerator.num_processes > 1 and trajectory_timeout_s >= args.ddp_timeout:
+        yield (
+            f"trajectory_timeout_s={trajectory_timeout_s:g} is not below ddp_timeout={args.ddp_timeout}: while one "
+            "process waits for a slow trajectory the others may give up. Raise ddp_timeout or lower the limit."
+        )
