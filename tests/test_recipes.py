@@ -13,6 +13,23 @@ from trl_rollouts import read_transcripts
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.parametrize(
+    "config", sorted((ROOT / "recipes/configs").glob("tool_call*.yaml")), ids=lambda path: path.name
+)
+def test_every_field_of_a_config_file_is_known(config: Path) -> None:
+    from trl import GRPOConfig, ModelConfig, TrlParser
+
+    sys.path.insert(0, str(ROOT / "recipes"))
+    try:
+        from tool_call import TaskConfig
+    finally:
+        sys.path.pop(0)
+    parser = TrlParser((TaskConfig, GRPOConfig, ModelConfig))
+    task, args, model = parser.parse_args_and_config(["--config", str(config), "--use_cpu", "true", "--bf16", "false"])
+    assert task.transcript_dir == f"{args.output_dir}/transcripts"
+    assert model.model_name_or_path
+
+
 @pytest.mark.server
 def test_tool_call_trains_two_steps_on_the_real_server(vllm_server: str, smollm2: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]

@@ -284,6 +284,18 @@ def test_a_batch_without_a_survivor_is_raised_with_counts_and_the_first_cause() 
         roll(rollout, ask("p"), ask("q"))
 
 
+def test_where_rows_come_one_at_a_time_a_failed_one_is_a_row_and_eight_in_a_row_are_raised() -> None:
+    rollout = env_rollout(Fragile, client=ScriptedClient(lambda prompt: "stop" if prompt == [ord("s")] else "boom"))
+    for _ in range(2):
+        for _ in range(7):
+            assert roll(rollout, ask("p"), mode="eval")["env_reward"] == [None]
+        assert roll(rollout, "s", mode="eval")["env_reward"] == [4.0]
+    for _ in range(7):
+        roll(rollout, ask("p"), mode="eval")
+    with pytest.raises(RolloutError, match="All 1 trajectories failed"):
+        roll(rollout, ask("p"), mode="eval")
+
+
 def test_a_request_that_the_server_refuses_fails_alone() -> None:
     def reply(prompt: list[int]) -> str:
         if ord("q") in prompt:
@@ -548,3 +560,16 @@ def test_figures_reach_the_trainers_log() -> None:
     assert logged["rollout/tool_calls"] == [1.0]
     assert logged["rollout/stop/terminated"] == [1.0]
     assert logged["rollout/sampled_tokens"] == [len(ids(call(1, 2))) + 1 + 3]
+
+
+@pytest.mark.parametrize(
+    ("url", "refused"), [("localhost:8000", False), ("http://127.0.0.1:8000/", False), ("gpu7:8000", True)]
+)
+def test_a_server_that_trl_does_not_sync_is_refused_and_its_own_is_known_by_any_name(url: str, refused: bool) -> None:
+    trainer = fake_trainer(TOKENIZER, use_vllm=True, vllm_mode="server")
+    rollout = env_rollout(Echo, base_url=url)
+    if refused:
+        with pytest.raises(SetupError, match="TRL syncs its weights to its own vLLM"):
+            rollout._sync_weights(trainer, rollout._urls(trainer))
+    else:
+        rollout._sync_weights(trainer, rollout._urls(trainer))

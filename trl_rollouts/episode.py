@@ -24,7 +24,7 @@ from .env import Env, EnvFactory, call, checked_opening, checked_step
 from .errors import EnvError, boundary, is_data
 from .parsing import Parser, find_parser, parse_plain
 from .sampling import Sampling
-from .tokens import ChatTokenizer, check_room
+from .tokens import ChatTokenizer, check_room, plain
 from .trajectory import Completion, Message, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ async def _begin(trajectory: Trajectory, env: Env, prompt: Prompt, setting: Sett
         raise EnvError("env.reset changed a prompt that is a string; such a prompt needs to be a list of messages.")
     tools: Sequence[Any] = getattr(env, "tools", None) or ()  # optional in the protocol
     trajectory.prompt_ids = setting.tokenizer.prompt(prompt if isinstance(prompt, str) else messages, tools)
-    trajectory.messages = [{key: value for key, value in message.items() if key != "task"} for message in messages]
+    trajectory.messages = [plain(message) for message in messages]
     check_room(trajectory.prompt_ids, setting.client.max_model_len)
     return tools
 

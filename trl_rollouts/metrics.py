@@ -21,6 +21,7 @@ def env_reward(env_reward: list[float | None] | None = None, **_: Any) -> list[f
     """A reward function that hands TRL what the environments gave: the sum of each trajectory's step rewards.
 
     None, for a failed trajectory, stays None: TRL gives such a row no advantage and leaves it out of its group's mean.
+    TRL 1.3 and older count it as 0 in that mean; the row itself trains nothing there either.
 
     Raises:
         ValueError: the trainer's rollout did not produce the field.

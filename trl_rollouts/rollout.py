@@ -36,6 +36,8 @@ from .weights import CheckpointSync
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILED_IN_A_ROW = 8
+
 
 class RolloutOptions(TypedDict, total=False):
     """What every rollout takes besides its own arguments. Sampling is not among them: it is `GRPOConfig`'s."""
@@ -101,6 +103,7 @@ class Rollout:
         self._weight_sync = weight_sync
         self._own_sync = CheckpointSync()
         self._engine: Engine | None = None
+        self._num_failed_in_a_row = 0
         self._warned: set[str] = set()
 
     def __call__(self, prompts: Sequence[Prompt], trainer: Any) -> dict[str, list[Any]]:
@@ -152,9 +155,9 @@ class Rollout:
         if url := reading.server_url(trainer):
             return [url]
         raise SetupError(
-            f"No server to sample from: use_vllm={trainer.use_vllm}, vllm_mode={trainer.args.vllm_mode!r} names none. "
-            "Start one (`trl-rollouts serve MODEL`) and pass base_url='http://localhost:8000', or set "
-            "vllm_mode='server' with use_vllm=True, or vllm_server_base_url, in GRPOConfig."
+            f"No server to sample from: use_vllm={trainer.use_vllm}, vllm_mode={trainer.args.vllm_mode!r}. Start one "
+            "(`trl-rollouts serve MODEL`). Then, with use_vllm=True, set vllm_mode='server' in GRPOConfig; with "
+            "use_vllm=False, pass base_url='http://localhost:8000' or set vllm_server_base_url."
         )
 
     def _connected(self, trainer: Any, tokenizer: ChatTokenizer, base_urls: list[str]) -> Client:
@@ -180,7 +183,7 @@ class Rollout:
         """Bring the trainer's weights to servers that TRL does not sync; a step's first request comes after."""
         sync = self._weight_sync
         if sync == "auto":
-            if trainer.use_vllm and self._base_urls not in (None, [reading.server_url(trainer)]):
+            if trainer.use_vllm and self._base_urls and not reading.is_own_server(trainer, self._base_urls):
                 raise SetupError(
                     f"TRL syncs its weights to its own vLLM (vllm_mode={trainer.args.vllm_mode!r}), not to "
                     f"{base_urls}. Leave out base_url to use the trainer's server, or pass "
@@ -202,20 +205,32 @@ class Rollout:
                 mode=mode,
                 rank=int(trainer.accelerator.process_index),
             )
-        failed = [trajectory for trajectory in trajectories if trajectory.stop_reason is StopReason.ERROR]
-        if failed and len(failed) == len(trajectories):
-            kinds = Counter(type(trajectory.cause).__name__ for trajectory in failed)
-            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-            raise RolloutError(
-                f"All {len(failed)} trajectories failed ({counts}). The first: {failed[0].error}"
-            ) from failed[0].cause
-        if failed:
-            logger.warning(
-                "%d of %d trajectories failed; the first: %s", len(failed), len(trajectories), failed[0].error
-            )
+        self._raise_without_survivors(trajectories, alone=mode == "train" and trainer.accelerator.num_processes == 1)
         if trajectories:
             log_figures(trainer, trajectories, mode)
         self._warn_once(mostly_cut(trajectories, trainer.args.max_completion_length))
+
+    def _raise_without_survivors(self, trajectories: Sequence[Trajectory], *, alone: bool) -> None:
+        """Raise where all trajectories failed and nothing says that this was chance.
+
+        A process of several, or an evaluation, may be handed a single prompt at a time: there, one failure is a failed
+        row, and only a run of them is the run's. `alone`: these are all the rows of an update.
+        """
+        failed = [trajectory for trajectory in trajectories if trajectory.stop_reason is StopReason.ERROR]
+        if len(failed) < len(trajectories):
+            self._num_failed_in_a_row = 0
+        self._num_failed_in_a_row += len(failed)
+        if not failed:
+            return
+        kinds = Counter(type(trajectory.cause).__name__ for trajectory in failed)
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        if len(failed) == len(trajectories) and (alone or self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW):
+            raise RolloutError(
+                f"All {len(failed)} trajectories failed ({counts}). The first: {failed[0].error}"
+            ) from failed[0].cause
+        logger.warning(
+            "%d of %d trajectories failed (%s). The first: %s", len(failed), len(trajectories), counts, failed[0].error
+        )
 
     def _warn_once(self, message: str | None) -> None:
         if message is not None and (key := message[:24]) not in self._warned:

@@ -128,7 +128,7 @@ class ChatTokenizer:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [_plain(message) for message in messages],
+                    [plain(message) for message in messages],
                     tools=tools,
                     chat_template=self.chat_template,
                     add_generation_prompt=not continues,
@@ -189,7 +189,7 @@ def _text(message: Message) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _plain(message: Message) -> Message:
+def plain(message: Message) -> Message:
     """The message as a template takes it: text content, no task, none of the nulls that Arrow adds."""
     plain = {key: value for key, value in message.items() if key != "task" and value is not None}
     return {**plain, "content": _text(message)} if "content" in plain else plain

@@ -3,8 +3,9 @@
 Read at every call, since a config may change between calls. Nothing here changes the trainer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from .clients import normal_url
 from .errors import SetupError
@@ -56,6 +57,18 @@ def server_url(trainer: Any) -> str | None:
     if args.vllm_server_base_url:
         return normal_url(args.vllm_server_base_url)
     return normal_url(f"{args.vllm_server_host}:{args.vllm_server_port}") if trainer.use_vllm else None
+
+
+def is_own_server(trainer: Any, base_urls: Sequence[str]) -> bool:
+    """Whether `base_urls` is the one server that TRL syncs its weights to, under whichever name of this machine."""
+    own = server_url(trainer)
+    return own is not None and [_loopback(url) for url in base_urls] == [_loopback(own)]
+
+
+def _loopback(url: str) -> tuple[str | None, int | None, str]:
+    parts = urlsplit(url)
+    host = "localhost" if parts.hostname in {"0.0.0.0", "127.0.0.1", "::1", "::"} else parts.hostname
+    return host, parts.port, parts.path
 
 
 def max_model_len(trainer: Any) -> int | None:

@@ -7,12 +7,12 @@ that the server can read, and the server reloads it in place.
 The order on each server is: reload, reset of the prefix cache (whose entries the old weights computed), first request.
 """
 
-import logging
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,6 @@ from .errors import SetupError, WeightSyncError, boundary
 
 if TYPE_CHECKING:
     import requests
-
-logger = logging.getLogger(__name__)
 
 RELOAD_TIMEOUT_S = 600.0
 RESET_TIMEOUT_S = 30.0
@@ -93,10 +91,26 @@ def _state_dict(trainer: Any) -> dict[str, Any]:
 def _save(model: Any, state_dict: dict[str, Any], folder: Path) -> None:
     """Write into a folder that appears whole under its name or not at all."""
     unfinished = folder.with_name(folder.name + ".unfinished")
-    model.save_pretrained(unfinished, state_dict=state_dict)
+    with _no_progress_bar():
+        model.save_pretrained(unfinished, state_dict=state_dict)
     for file in unfinished.iterdir():
         file.chmod(0o644)  # safetensors writes 0600; the server may run as another user
     unfinished.rename(folder)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Transformers shows one for every save, which would be one a step."""
+    from transformers.utils import logging
+
+    bars: Any = logging  # untyped
+    was_shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            bars.enable_progress_bar()
 
 
 def _reload(base_url: str, folder: Path) -> None:
@@ -120,7 +134,9 @@ def _post(base_url: str, path: str, body: dict[str, Any] | None) -> "requests.Re
     import requests
 
     try:
-        response = requests.post(base_url + path, json=body, timeout=RELOAD_TIMEOUT_S)
+        with requests.Session() as session:
+            session.trust_env = False  # no proxy, as for sampling
+            response = session.post(base_url + path, json=body, timeout=RELOAD_TIMEOUT_S)
     except requests.RequestException as cause:
         raise WeightSyncError(f"{base_url}{path} did not answer: {type(cause).__name__}: {cause}") from cause
     if response.status_code == 404:

@@ -1,9 +1,15 @@
 """The real `/generate/` server of TRL 1.10.0: the same rollouts, the same tokens."""
 
+import json
+import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import OLD_TRL
 from transformers import AutoTokenizer
 
 from trl_rollouts import Message, SetupError, StepResult, env_rollout
@@ -68,3 +74,25 @@ def test_weights_that_this_server_cannot_take_over_http_are_refused(trl_server: 
 
     with pytest.raises(SetupError, match=r"TRL <= 1\.10's own server takes weights only with use_vllm=True"):
         _reload(trl_server, smollm2)
+
+
+def test_the_trainer_of_trl_1_10_trains_two_steps_on_its_own_server(
+    trl_server: str, smollm2: Path, tmp_path: Path
+) -> None:
+    script = Path(__file__).parent.parent / "contract_old_trl.py"
+    done = subprocess.run(
+        [sys.executable, str(script), trl_server, str(smollm2), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(OLD_TRL), "TRL_EXPERIMENTAL_SILENCE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["trl"] == "1.10.0"
+    assert len(result["logs"]) == 2
+    for entry, masks in zip(result["logs"], result["masks"], strict=True):
+        assert entry["completions/mean_length"] == sum(map(sum, masks)) / 4
+        assert math.isfinite(entry["grad_norm"])
+        assert entry["grad_norm"] > 0
+        assert all(0 in mask for mask in masks)
