@@ -7,6 +7,7 @@ and shows the reward by step. Takes 5 to 10 minutes on two CPU cores.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -49,10 +50,11 @@ def main(output_dir: Path) -> int:
 
 def train(output_dir: Path, base_url: str) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     command += [str(RECIPES / "tool_call.py"), "--config", str(RECIPES / "configs" / "tool_call_cpu.yaml")]
     command += ["--model_name_or_path", str(MODEL), "--vllm_server_base_url", base_url]
     command += ["--output_dir", str(output_dir), "--transcript_dir", str(output_dir / "transcripts")]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"})
 
 
 def log_history(output_dir: Path) -> list[dict]:
@@ -65,6 +67,7 @@ def show(console: Console, output_dir: Path, rewards: list[float]) -> None:
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     calls = {}
     for line in read_transcripts(output_dir / "transcripts"):
@@ -76,6 +79,7 @@ def show(console: Console, output_dir: Path, rewards: list[float]) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
     axes.plot(range(1, len(rewards) + 1), rewards, marker="o")
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title="SmolLM2-135M learns to call multiply")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     figure.savefig(output_dir / "reward.png", dpi=150)
     console.print(f"Picture: {output_dir}/reward.png")

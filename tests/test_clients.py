@@ -12,6 +12,7 @@ import pytest
 from trl_rollouts import Rollout, RolloutError, ServerError, SetupError, StepResult, env_rollout
 from trl_rollouts.serving import free_port
 from trl_rollouts.testing import (
+    BrokenBody,
     FakeServer,
     NoLogprobs,
     NoTokenIds,
@@ -313,9 +314,9 @@ def test_a_server_that_never_answers_is_a_sentence_with_address_and_seconds(prot
         assert time.monotonic() - started < 5
 
 
-@pytest.mark.parametrize("fault", [Status(503), Status(502), Status(429), Reset()])
+@pytest.mark.parametrize("fault", [Status(503), Status(502), Status(429), Reset(), BrokenBody()])
 def test_a_passing_failure_is_retried(fault: Any) -> None:
-    with FakeServer(["a"], faults=[fault]) as server:
+    with FakeServer(lambda prompt: "a", faults=[fault]) as server:
         assert roll(server, "p")["stop_reason"] == ["terminated"]
         assert len(server.prompts) == 2
 

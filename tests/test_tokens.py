@@ -150,8 +150,11 @@ def test_the_cost_of_a_bridge_depends_on_the_new_messages_only() -> None:
     encoded: list[int] = []
     inner = tokenizer.encode
     tokenizer.encode = lambda text, **kwargs: encoded.append(len(text)) or inner(text, **kwargs)  # type: ignore[method-assign, func-returns-value]
+    tokenizer.bridge([TOOL], ended=True)  # proves the template, once
+    encoded.clear()
     for _ in range(8):
         tokenizer.bridge([TOOL], ended=True)
+    assert len(encoded) == 8
     assert len(set(encoded)) == 1
 
 
@@ -159,6 +162,18 @@ def test_a_template_without_an_end_of_turn_is_refused_with_what_was_looked_for()
     endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(TemplateError, match=r"none of the ids \[258\]"):
         ChatTokenizer(byte_tokenizer(), chat_template=endless).bridge([USER], ended=True)
+
+
+def test_a_template_that_ends_the_turn_only_behind_the_observation_is_refused() -> None:
+    late = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
+    with pytest.raises(TemplateError, match="no end of the assistant's turn before a message of role 'user'"):
+        ChatTokenizer(byte_tokenizer(), chat_template=late).bridge([USER], ended=True)
+
+
+def test_a_template_that_leaves_the_observation_out_is_refused() -> None:
+    deaf = "{% for m in messages if m.role != 'tool' %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    with pytest.raises(TemplateError, match="use a template that shows this role"):
+        ChatTokenizer(byte_tokenizer(), chat_template=deaf).bridge([TOOL], ended=True)
 
 
 def test_a_template_that_raises_is_reported_with_its_own_words() -> None:

@@ -71,7 +71,9 @@ async def run_trajectory(prompt: Prompt, seed_index: int, setting: Setting) -> T
         async with limit:
             await _episode(trajectory, prompt, seed_index, setting)
     except Exception as error:
-        if limit.expired() and trajectory.num_kept:
+        if trajectory.stop_reason is not None:  # it had ended, and only its environment was still being closed
+            pass
+        elif limit.expired() and trajectory.num_kept:
             trajectory.end(StopReason.TIMEOUT)
         elif limit.expired():
             trajectory.fail(EnvError(f"no turn was finished within trajectory_timeout_s={setting.timeout_s:g}"))

@@ -217,14 +217,13 @@ class Rollout:
         row, and only a run of them is the run's. `alone`: these are all the rows of an update.
         """
         failed = [trajectory for trajectory in trajectories if trajectory.stop_reason is StopReason.ERROR]
-        if len(failed) < len(trajectories):
-            self._num_failed_in_a_row = 0
-        self._num_failed_in_a_row += len(failed)
+        all_failed = len(failed) == len(trajectories)
+        self._num_failed_in_a_row = self._num_failed_in_a_row + len(failed) if all_failed else 0
         if not failed:
             return
         kinds = Counter(type(trajectory.cause).__name__ for trajectory in failed)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        if len(failed) == len(trajectories) and (alone or self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW):
+        if all_failed and (alone or self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW):
             raise RolloutError(
                 f"All {len(failed)} trajectories failed ({counts}). The first: {failed[0].error}"
             ) from failed[0].cause

@@ -42,6 +42,7 @@ class ChatTokenizer:
             raise TemplateError("The tokenizer has no eos_token, so no turn can end. Set tokenizer.eos_token.")
         self.eos_token_id: int = self._tokenizer.eos_token_id
         self.eos_token_ids = frozenset({self.eos_token_id, *eos_token_ids})
+        self._proved: set[str] = set()
         added = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         special = sorted(added | set(self._tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)))
@@ -90,18 +91,38 @@ class ChatTokenizer:
         """
         marker, hole = _absent("ENDofTHEturn", observation), _absent("SPECIALtoken", observation)
         shown = [{**message, "content": self._special.sub(hole, _text(message))} for message in observation]
-        calls = [message for message in shown if message["role"] == "tool"]
-        text = self._render([{"role": "user", "content": "."}, _dummy_turn(marker, calls), *shown])
-        _, found, tail = text.rpartition(marker)
+        self._prove_junction(shown[0])
+        tail = self._after_turn(marker, shown)
         ids = self._encode_with_holes(tail, hole, [t for m in observation for t in self._special.findall(_text(m))])
-        end = next((index for index, token_id in enumerate(ids) if token_id in self.eos_token_ids), None)
-        if not found or end is None:
-            raise TemplateError(
-                "The chat template shows no end of the assistant's turn before "
-                f"{[message['role'] for message in observation]} messages: none of the ids "
-                f"{sorted(self.eos_token_ids)} stands in {tail[:200]!r}."
-            )
+        end = self._find_end(ids)
+        assert end is not None, "the junction was proved"
         return ids[end + 1 :] if ended else ids[end:]
+
+    def _prove_junction(self, first: Message) -> None:
+        """Raise unless the template ends the assistant's turn, with an id that ends a turn, before `first`.
+
+        Without this proof the end might be found behind the observation, and the observation be lost.
+        """
+        if first["role"] in self._proved:
+            return
+        tail = self._after_turn("ENDofTHEturn", [{**first, "content": "OBSERVATION"}])
+        junction, found, _ = tail.partition("OBSERVATION")
+        if not found or self._find_end(self.encode(junction)) is None:
+            raise TemplateError(
+                f"The chat template shows no end of the assistant's turn before a message of role {first['role']!r}: "
+                f"none of the ids {sorted(self.eos_token_ids)} stands in {tail[:200]!r}. Set tokenizer.eos_token to "
+                "the token that ends a turn, or use a template that shows this role."
+            )
+        self._proved.add(first["role"])
+
+    def _after_turn(self, marker: str, observation: list[Message]) -> str:
+        """What the template writes behind a dummy assistant turn that `observation` follows."""
+        calls = [message for message in observation if message["role"] == "tool"]
+        text = self._render([{"role": "user", "content": "."}, _dummy_turn(marker, calls), *observation])
+        return text.rpartition(marker)[2] if marker in text else ""
+
+    def _find_end(self, token_ids: list[int]) -> int | None:
+        return next((index for index, token_id in enumerate(token_ids) if token_id in self.eos_token_ids), None)
 
     def _encode_with_holes(self, text: str, hole: str, literals: list[str]) -> list[int]:
         """`text` with each hole filled by its literal, the text of a special token, encoded as the text it is.

@@ -72,16 +72,20 @@ class Http:
         try:
             async with self._session.post(self.base_url + path, json=body) as response:
                 answer = await _body(response)
-        except TimeoutError as cause:  # before aiohttp's own errors: its timeouts are both
+        except aiohttp.ConnectionTimeoutError:  # a TimeoutError too, but of a host that is not there
+            raise
+        except TimeoutError as cause:
             raise RequestError(
                 f"{self.base_url}{path} did not answer within {time.monotonic() - started:.1f} s "
                 f"(request_timeout_s={self._timeout_s:g}). Raise request_timeout_s if generations take that long."
             ) from cause
-        if response.status == 200:
+        broken = response.status == 200 and isinstance(answer, str)
+        if response.status == 200 and not broken:
             return answer
-        error = RequestError(f"{self.base_url}{path} answered {response.status}: {_message(answer)}")
+        what = "a broken body" if broken else str(response.status)
+        error = RequestError(f"{self.base_url}{path} answered {what}: {_message(answer)}")
         error.status = response.status
-        passing = response.status in _PASSING or (response.status == 500 and number == 1)
+        passing = broken or response.status in _PASSING or (response.status == 500 and number == 1)
         raise _Passing(error) if passing and number < MAX_ATTEMPTS else error
 
     async def close(self) -> None:
