@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from .metrics import env_reward
     from .parsing import parse_hermes
-    from .rollout import Rollout, env_rollout, tool_rollout
+    from .rollout import Rollout, RolloutOptions, env_rollout, tool_rollout
     from .sampling import Sampling
     from .trajectory import Completion, Message, StopReason, Trajectory
     from .transcripts import read_transcripts
@@ -48,7 +48,7 @@ _HOMES = {
     ),
     "metrics": ("env_reward",),
     "parsing": ("parse_hermes",),
-    "rollout": ("Rollout", "env_rollout", "tool_rollout"),
+    "rollout": ("Rollout", "RolloutOptions", "env_rollout", "tool_rollout"),
     "sampling": ("Sampling",),
     "trajectory": ("Completion", "Message", "StopReason", "Trajectory"),
     "transcripts": ("read_transcripts",),
@@ -60,6 +60,7 @@ __all__ = [  # noqa: RUF022 (in the order of a first reading; a test holds that 
     "tool_rollout",
     "env_rollout",
     "Rollout",
+    "RolloutOptions",
     "env_reward",
     "with_task",
     "Env",

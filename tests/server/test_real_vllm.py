@@ -221,7 +221,11 @@ def test_a_server_that_is_killed_in_the_middle_is_raised_in_bounded_time(
 
         async def generate(self, token_ids: list[int], sampling: Any) -> Any:
             self.inner = self.inner or await client()
-            return await self.inner.generate(token_ids, sampling)
+            try:
+                return await self.inner.generate(token_ids, sampling)
+            except ServerError:
+                await self.inner.close()
+                raise
 
     rollout = env_rollout(ThreeTurns, client=Unproved([]), weight_sync=None)
     killer = threading.Timer(2.0, os.killpg, [group, signal.SIGKILL])
