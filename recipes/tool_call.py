@@ -58,12 +58,15 @@ def make_dataset(config: TaskConfig, seed: int) -> Dataset:
     )
 
 
-def tool_reward(tool_calls: list[list[dict]], product: list[int], **kwargs) -> list[float]:
-    """0.2 for a call, and 0.8 more if it is the only one and returns the product."""
-    return [
-        0.2 * bool(calls) + 0.8 * (len(calls) == 1 and calls[0]["result"] == expected)
-        for calls, expected in zip(tool_calls, product, strict=True)
-    ]
+def tool_reward(
+    tool_calls: list[list[dict]], product: list[int], rollout_error: list[str | None], **kwargs
+) -> list[float | None]:
+    """0.2 for a call, and 0.8 more if it is the only one and returns the product; None where the rollout failed."""
+    rewards: list[float | None] = []
+    for calls, expected, error in zip(tool_calls, product, rollout_error, strict=True):
+        right = len(calls) == 1 and calls[0]["result"] == expected
+        rewards.append(None if error is not None else 0.2 * bool(calls) + 0.8 * right)
+    return rewards
 
 
 def main(task: TaskConfig, args: GRPOConfig, model_config: ModelConfig) -> None:

@@ -238,10 +238,38 @@ def test_an_answer_that_breaks_the_protocol_is_raised_with_what_to_do(fault: Any
         roll(server, "p")
 
 
+def test_a_completion_that_the_server_gave_up_is_no_turn() -> None:
+    aborted = Reply([97], finish_reason="abort")  # type: ignore[arg-type]
+    with (
+        FakeServer([aborted]) as server,
+        pytest.raises(RolloutError, match="gave a completion up: finish_reason='abort'"),
+    ):
+        roll(server, "p")
+
+
+def test_another_server_in_the_config_is_another_connection() -> None:
+    with FakeServer(["a"]) as one, FakeServer(["b"]) as two:
+        rollout = env_rollout(Once, weight_sync=None)
+        rows = [call(rollout, "p", vllm_server_base_url=server.base_url)["completion_ids"][0] for server in (one, two)]
+        rollout.close()
+    assert rows == [[97, END], [98, END]]
+
+
 @pytest.mark.parametrize("fault", [NoTokenIds(), NoLogprobs(), WrongCount(), WrongPromptIds()])
 def test_a_broken_answer_of_trls_server_is_raised_too(fault: Any) -> None:
     with FakeServer(["a"], protocol="trl", faults=[fault]) as server, pytest.raises(ServerError):
         roll(server, "p")
+
+
+@pytest.mark.parametrize("protocol", ["trl"])
+def test_one_context_that_breaks_trls_server_costs_its_own_row_only(protocol: Any) -> None:
+    def fault(body: Any) -> Status | None:
+        rows = body["prompts"]
+        return Status(500, "oops") if isinstance(rows[0], list) and any(ord("p") in row[:8] for row in rows) else None
+
+    with FakeServer(lambda prompt: "a", protocol=protocol, faults=fault) as server:
+        batch = roll(server, "p", "q", "r")
+    assert [error is None for error in batch["rollout_error"]] == [False, True, True]
 
 
 @PROTOCOLS

@@ -1,6 +1,9 @@
 """From text to calls: an exact call or a typed error, never an exception and never a wrong dict."""
 
+import importlib.util
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,9 @@ from hypothesis import strategies as st
 from trl_rollouts import SetupError
 from trl_rollouts.parsing import find_parser, parse_hermes, parse_plain
 from trl_rollouts.testing import byte_tokenizer
+from trl_rollouts.tokens import ChatTokenizer
+
+TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"  # type: ignore[union-attr, index]
 
 
 def calls(text: str) -> list[tuple[str, Any]]:
@@ -72,6 +78,23 @@ def test_a_call_that_cannot_be_run_is_an_error_in_its_place(inner: str) -> None:
     assert [("error" in call) for call in parse_hermes(text)["tool_calls"]] == [True, False]
 
 
+def test_a_second_call_in_the_same_tags_is_a_call() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {}}</tool_call>'
+    assert calls(text) == [("f", {}), ("g", {})]
+
+
+@pytest.mark.parametrize("depth", [65, 500, 960, 100_000])
+def test_json_that_is_nested_beyond_reason_is_an_error(depth: int) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}</tool_call>"
+    assert len(errors(text)) == 1
+
+
+def test_thousands_of_broken_calls_are_read_in_no_time() -> None:
+    started = time.monotonic()
+    assert len(errors("<tool_call>" * 20_000)) == 20_000
+    assert time.monotonic() - started < 5
+
+
 def test_a_closing_tag_and_braces_inside_a_string_belong_to_the_string() -> None:
     assert calls('<tool_call>{"name": "f", "arguments": {"s": "}</tool_call>{"}}</tool_call>') == [
         ("f", {"s": "}</tool_call>{"})
@@ -90,6 +113,17 @@ def test_a_call_inside_a_thought_is_a_thought() -> None:
         "content": "No.",
         "reasoning_content": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
     }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "f", "arguments": {"s": "</think>"}}</tool_call>',
+        '{"name": "f", "arguments": {"s": "</think>"}}',
+    ],
+)
+def test_the_tag_of_a_thought_inside_an_argument_belongs_to_the_argument(text: str) -> None:
+    assert calls(text) == [("f", {"s": "</think>"})]
 
 
 def test_a_thought_that_the_template_opened_or_that_never_closes_is_a_thought() -> None:
@@ -120,9 +154,17 @@ def test_no_mixture_of_fragments_raises(parts: list[str]) -> None:
     json.dumps(message)
 
 
-def test_the_parser_is_found_from_the_template_and_an_unknown_format_is_refused() -> None:
-    assert find_parser(byte_tokenizer().chat_template) is parse_hermes
+def template(name: str) -> ChatTokenizer:
+    return ChatTokenizer(byte_tokenizer(), chat_template=(TEMPLATES / f"{name}.jinja").read_text())
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"])
+def test_the_parser_is_found_by_reading_a_call_back_from_the_template(name: str) -> None:
+    assert find_parser(ChatTokenizer(byte_tokenizer())) is parse_hermes
+    assert find_parser(template(name)) is parse_hermes
+
+
+@pytest.mark.parametrize("name", ["glm4moe", "qwen3_5_think", "llama3_1", "gemma3", "deepseekv3", "nemotron_3_nano"])
+def test_a_template_with_another_format_is_refused(name: str) -> None:
     with pytest.raises(SetupError, match="Pass parser="):
-        find_parser("{% for m in messages %}<|python_tag|>{% endfor %}")
-    with pytest.raises(SetupError, match="Pass parser="):
-        find_parser("<tool_call><function=f> arguments")
+        find_parser(template(name))

@@ -10,11 +10,13 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from trl_rollouts import (
+    Completion,
     Message,
     RequestError,
     Rollout,
@@ -112,6 +114,22 @@ def test_a_single_step_call_is_run_and_nothing_is_fed_back() -> None:
     assert len(client.calls) == 1
 
 
+def test_half_a_surrogate_pair_that_the_model_wrote_can_be_answered() -> None:
+    client = ScriptedClient(['{"name": "multiply", "arguments": {"\\ud800": 1}}', "ok"])
+    batch = roll(tool_rollout([multiply], client=client), ask("?"))
+    assert batch["stop_reason"] == ["terminated"]
+    assert batch["tool_calls"][0][0]["error"] == "invalid_arguments"
+
+
+def test_a_parser_of_ones_own_needs_no_ids_and_may_leave_arguments_as_json() -> None:
+    def parser(text: str) -> Message:
+        calls = [{"function": {"name": "multiply", "arguments": '{"a": 6, "b": 7}'}}] if text == "go" else []
+        return {"role": "assistant", "content": text, "tool_calls": calls}
+
+    batch = roll(tool_rollout([multiply], parser=parser, client=ScriptedClient(["go", "42"])), ask("?"))
+    assert batch["transcript"][0][2] == {"role": "tool", "tool_call_id": "call_0", "name": "multiply", "content": "42"}
+
+
 def test_two_calls_of_a_turn_are_answered_in_order() -> None:
     client = ScriptedClient([call(2, 3) + "\n" + call(4, 5), "ok"])
     batch = roll(tool_rollout([multiply], client=client), ask("?"))
@@ -152,7 +170,8 @@ def test_members_of_a_group_keep_their_own_contexts() -> None:
     client = ScriptedClient(reply)
     batch = roll(env_rollout(Echo, client=client), ask("p"), ask("p"))
     assert batch["prompt_ids"][0] == batch["prompt_ids"][1]
-    for letter, row in zip("ab", batch["completion_ids"], strict=True):
+    assert sorted(chr(row[0]) for row in batch["completion_ids"]) == ["a", "b"]
+    for letter, row in ((chr(row[0]), row) for row in batch["completion_ids"]):
         answer = ids(f"{letter}<|im_end|>\n<|im_start|>user\n{letter.upper()}<|im_end|>\n<|im_start|>assistant\n")
         assert row == [*answer, *ids("stop"), END]
 
@@ -292,7 +311,7 @@ def test_where_rows_come_one_at_a_time_a_failed_one_is_a_row_and_eight_in_a_row_
         assert roll(rollout, "s", mode="eval")["env_reward"] == [4.0]
     for _ in range(7):
         roll(rollout, ask("p"), mode="eval")
-    with pytest.raises(RolloutError, match="All 1 trajectories failed"):
+    with pytest.raises(RolloutError, match="The last 8 trajectories failed"):
         roll(rollout, ask("p"), mode="eval")
 
 
@@ -336,8 +355,138 @@ def test_a_trajectory_that_is_stuck_ends_at_its_limit_with_the_turns_it_has() ->
     batch = roll(env_rollout(Stuck, trajectory_timeout_s=0.5, client=client), ask("p"))
     assert batch["stop_reason"] == ["timeout"]
     assert batch["completion_ids"][0][-5:] == [*b"wait", END]
+    assert [message["role"] for message in batch["transcript"][0]] == ["user", "assistant", "user", "assistant"]
     assert batch["env_reward"] == [1.0]
     assert batch["env_mask"][0][-1] == 1
+
+
+def test_a_trajectory_that_is_stuck_before_its_first_step_is_over_has_failed() -> None:
+    class Hung(Echo):
+        async def step(self, action: Message) -> StepResult:  # type: ignore[override]
+            if action["content"] == "wait":
+                await asyncio.sleep(60)
+            return super().step(action)
+
+    client = ScriptedClient(lambda prompt: "wait" if ord("q") in prompt[5:8] else "stop")
+    batch = roll(env_rollout(Hung, trajectory_timeout_s=0.5, client=client), ask("p"), ask("q"))
+    assert batch["stop_reason"] == ["terminated", "error"]
+    assert batch["env_mask"][1] == [0] * 5
+    assert "no turn was finished within trajectory_timeout_s=0.5" in batch["rollout_error"][1]
+
+
+def test_a_slow_close_changes_nothing_of_what_had_happened() -> None:
+    class SlowClose(Fragile):
+        async def close(self) -> None:  # type: ignore[override]
+            await asyncio.sleep(0.6)
+
+    client = ScriptedClient(lambda prompt: "boom" if ord("q") in prompt[5:8] else "stop")
+    batch = roll(env_rollout(SlowClose, trajectory_timeout_s=0.4, client=client), ask("p"), ask("q"))
+    assert batch["stop_reason"] == ["terminated", "error"]
+    assert batch["env_reward"] == [4.0, None]
+    assert "KeyError" in batch["rollout_error"][1]
+
+
+def test_a_sync_environment_lives_in_one_thread_and_is_closed_after_a_step_that_hangs() -> None:
+    events: list[tuple[str, int]] = []
+
+    class Sqlite(Echo):
+        def __init__(self) -> None:
+            events.append(("init", threading.get_ident()))
+
+        def step(self, action: Message) -> StepResult:
+            time.sleep(0.6)
+            events.append(("step", threading.get_ident()))
+            return super().step(action)
+
+        def close(self) -> None:
+            events.append(("close", threading.get_ident()))
+
+    started = time.monotonic()
+    rollout = env_rollout(Sqlite, trajectory_timeout_s=0.3, client=ScriptedClient(["a"]))
+    assert roll(rollout, ask("p"), mode="eval")["stop_reason"] == ["error"]
+    assert time.monotonic() - started < 0.6
+    time.sleep(0.6)
+    assert [name for name, _ in events] == ["init", "step", "close"]
+    assert len({thread for _, thread in events}) == 1
+
+
+def cancelled(action: Message) -> StepResult:
+    raise asyncio.CancelledError
+
+
+async def cancelled_inside(action: Message) -> StepResult:
+    task = asyncio.create_task(asyncio.sleep(10))
+    task.cancel()
+    await task
+    raise AssertionError
+
+
+def stops(action: Message) -> StepResult:
+    raise StopIteration
+
+
+def exits(action: Message) -> StepResult:
+    raise SystemExit(3)
+
+
+def exits_later(action: Message) -> Any:
+    async def later() -> StepResult:
+        raise SystemExit(3)
+
+    return later()
+
+
+@pytest.mark.parametrize("step", [cancelled, cancelled_inside, stops, exits, exits_later])
+def test_code_of_a_user_that_exits_or_is_cancelled_fails_its_row_only(step: Callable[[Message], Any]) -> None:
+    class Leaving(Echo):
+        def __init__(self) -> None:
+            if next(made) == 0:
+                self.step = step  # type: ignore[method-assign]
+
+    made = itertools.count()
+    started = time.monotonic()
+    rollout = env_rollout(Leaving, client=ScriptedClient(lambda prompt: "stop"), max_concurrency=1)
+    batch = roll(rollout, ask("p"), ask("q"))
+    assert time.monotonic() - started < 5
+    assert batch["stop_reason"] == ["error", "terminated"]
+    assert "RuntimeError" in batch["rollout_error"][0]
+
+
+def test_a_parser_that_exits_fails_its_row_only() -> None:
+    def parser(text: str) -> Message:
+        if text != "stop":
+            raise SystemExit
+        return {"role": "assistant", "content": text}
+
+    client = ScriptedClient(lambda prompt: "stop" if ord("p") in prompt[5:8] else "x")
+    batch = roll(env_rollout(Echo, parser=parser, client=client), ask("p"), ask("q"))
+    assert batch["stop_reason"] == ["terminated", "error"]
+
+
+def test_a_client_that_breaks_its_contract_is_raised_with_the_numbers() -> None:
+    class Broken(ScriptedClient):
+        async def generate(self, token_ids: list[int], sampling: Any) -> Completion:
+            return Completion([1, 2], [-0.1], "stop")
+
+    with pytest.raises(AssertionError, match="returned 2 ids and 1 logprobs"):
+        roll(env_rollout(Echo, client=Broken([])), ask("p"))
+
+
+def test_an_environment_may_use_its_messages_again_and_may_not_turn_them_into_the_models() -> None:
+    class Reusing(Echo):
+        message: Message = {"role": "user", "content": ""}  # noqa: RUF012
+
+        def step(self, action: Message) -> StepResult:
+            result = StepResult([self.message], terminated=action["content"] == "stop")
+            self.message["content"] = action["content"].upper()
+            if action["content"] == "cheat":
+                self.message["role"] = "assistant"
+            return result
+
+    batch = roll(env_rollout(Reusing, client=ScriptedClient(["a", "b", "stop"])), ask("p"))
+    assert [m["content"] for m in batch["transcript"][0]] == ["p", "a", "A", "b", "B", "stop"]
+    with pytest.raises(RolloutError, match="only the model speaks"):
+        roll(env_rollout(Reusing, client=ScriptedClient(["cheat"])), ask("p"))
 
 
 def test_an_environment_is_closed_once_whatever_happened() -> None:
@@ -366,6 +515,8 @@ def test_an_environment_is_closed_once_whatever_happened() -> None:
         (None, "env.step returned NoneType; it must return a trl_rollouts.StepResult"),
         (StepResult([{"role": "user", "content": "x"}], reward=math.nan), "returned reward nan; it must be finite"),
         (StepResult([]), "returned no message and did not end the episode"),
+        (StepResult(info=None), "env.step returned info=None; it must be a dict"),  # type: ignore[arg-type]
+        (StepResult(info={"tool_calls": ["f"]}), 'its "tool_calls" dicts'),
     ],
 )
 def test_a_step_that_returns_the_wrong_thing_is_a_sentence(result: Any, said: str) -> None:
@@ -476,16 +627,34 @@ def test_a_rollout_works_inside_a_running_event_loop() -> None:
 
 
 def test_closing_a_rollout_ends_its_thread() -> None:
+    before = set(threading.enumerate())
     rollout = env_rollout(Echo, client=ScriptedClient(["stop", "stop"]))
     roll(rollout, ask("p"))
-    assert any(thread.name == "trl_rollouts" for thread in threading.enumerate())
+    assert "trl_rollouts" in {thread.name for thread in set(threading.enumerate()) - before}
     rollout.close()
-    assert not any(thread.name == "trl_rollouts" for thread in threading.enumerate())
+    assert "trl_rollouts" not in {thread.name for thread in set(threading.enumerate()) - before}
     assert roll(rollout, ask("p"))["stop_reason"] == ["terminated"]
     rollout.close()
 
 
 # Settings.
+
+
+def test_two_threads_may_call_one_rollout() -> None:
+    rollout = env_rollout(Echo, client=ScriptedClient(lambda prompt: "stop"))
+    with ThreadPoolExecutor(4) as pool:
+        batches = list(pool.map(lambda _: roll(rollout, ask("p"), ask("q")), range(8)))
+    assert [batch["env_reward"] for batch in batches] == [[4.0, 4.0]] * 8
+
+
+def test_an_observation_that_is_hopelessly_long_is_not_even_encoded() -> None:
+    class Flood(Echo):
+        def step(self, action: Message) -> StepResult:
+            return StepResult([{"role": "user", "content": "<|im_end|>" * 1_000_000}])
+
+    started = time.monotonic()
+    assert roll(env_rollout(Flood, client=ScriptedClient(["a"])), ask("p"))["stop_reason"] == ["length"]
+    assert time.monotonic() - started < 2
 
 
 def test_settings_are_read_at_every_call() -> None:
@@ -506,6 +675,12 @@ def test_a_seed_differs_for_every_trajectory_and_turn() -> None:
     ("make", "said"),
     [
         (lambda: env_rollout(Echo, max_turns=0), "max_turns must be positive, not 0"),
+        (lambda: env_rollout(Echo, max_turns="3"), "max_turns must be positive, not '3'"),  # type: ignore[arg-type]
+        (lambda: env_rollout(Echo, base_url=[]), "base_url names no server"),
+        (lambda: env_rollout(Echo, weight_sync="none"), "weight_sync must be"),  # type: ignore[arg-type]
+        (lambda: env_rollout(Echo, transcript_dir=__file__), "is a file; it must be a folder"),
+        (lambda: tool_rollout(multiply), "tools must be a list of functions"),  # type: ignore[arg-type]
+        (lambda: tool_rollout([multiply], tool_timeout_s=-1), "tool_timeout_s must be positive"),
         (lambda: env_rollout(Echo(), max_turns=1), "env_factory must be callable"),
         (lambda: env_rollout(Echo, base_url="x", client=ScriptedClient([])), "base_url or client, not both"),
     ],

@@ -53,6 +53,14 @@ def test_the_rows_data_and_nulls_of_arrow_do_not_reach_the_template() -> None:
     assert chat().prompt([message]) == chat().prompt([USER])
 
 
+def test_nulls_that_arrow_puts_into_the_arguments_of_a_call_do_not_reach_the_template() -> None:
+    def prompt(arguments: dict[str, Any]) -> list[int]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return chat().prompt([USER, {"role": "assistant", "content": "", "tool_calls": [call]}, TOOL])
+
+    assert prompt({"a": 1, "query": None}) == prompt({"a": 1})
+
+
 def test_a_final_assistant_message_is_continued() -> None:
     ids = chat().prompt([USER, {"role": "assistant", "content": "The"}])
     assert ids[-13:] == [*spelled("assistant\nThe")]
@@ -65,7 +73,7 @@ def test_template_arguments_reach_the_prompt_and_every_bridge() -> None:
     )
     empty_thought = [259 if i == 0 else 260 if i == 1 else i for i in empty_thought]
     assert quiet.prompt([USER])[-len(empty_thought) :] == empty_thought
-    assert quiet.bridge([TOOL], ended=True)[-len(empty_thought) :] == empty_thought
+    assert quiet.bridge([TOOL], last_id=END)[-len(empty_thought) :] == empty_thought
 
 
 def test_a_template_that_hides_the_tools_is_refused() -> None:
@@ -98,17 +106,17 @@ TOOL_BRIDGE = [
 
 @pytest.mark.parametrize("template", [None, "qwen3", "qwen2_5", "qwen3_instruct_2507", "qwen3_training"])
 def test_a_tool_result_follows_exactly_the_end_of_the_turn(template: str | None) -> None:
-    assert chat(template).bridge([TOOL], ended=True) == TOOL_BRIDGE
+    assert chat(template).bridge([TOOL], last_id=END) == TOOL_BRIDGE
 
 
 @pytest.mark.parametrize("template", [None, "qwen3", "qwen2_5"])
 def test_a_turn_that_was_cut_gets_exactly_one_end(template: str | None) -> None:
-    assert chat(template).bridge([TOOL], ended=False) == [END, *TOOL_BRIDGE]
+    assert chat(template).bridge([TOOL], last_id=97) == [END, *TOOL_BRIDGE]
 
 
 @pytest.mark.parametrize("template", [None, "qwen3"])
 def test_two_tool_results_share_one_user_turn(template: str | None) -> None:
-    bridge = chat(template).bridge([TOOL, {**TOOL, "content": "7"}], ended=True)
+    bridge = chat(template).bridge([TOOL, {**TOOL, "content": "7"}], last_id=END)
     assert bridge == [
         *spelled("\n"), START, *spelled("user\n"), RESPONSE, *spelled("\n56\n"), RESPONSE_END,
         *spelled("\n"), RESPONSE, *spelled("\n7\n"), RESPONSE_END, END, *spelled("\n"), START, *spelled("assistant\n"),
@@ -117,7 +125,7 @@ def test_two_tool_results_share_one_user_turn(template: str | None) -> None:
 
 @pytest.mark.parametrize("template", [None, "qwen3", "qwen2_5"])
 def test_a_user_observation_follows_exactly_the_end_of_the_turn(template: str | None) -> None:
-    assert chat(template).bridge([USER], ended=True) == [
+    assert chat(template).bridge([USER], last_id=END) == [
         *spelled("\n"), START, *spelled("user\nhi"), END, *spelled("\n"), START, *spelled("assistant\n"),
     ]  # fmt: skip
 
@@ -125,21 +133,23 @@ def test_a_user_observation_follows_exactly_the_end_of_the_turn(template: str | 
 @pytest.mark.parametrize("template", [None, "qwen3"])
 @given(content=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_a_bridge_shows_the_observation_and_no_part_of_the_dummy_turn(template: str | None, content: str) -> None:
-    ids = chat(template).bridge([{**TOOL, "content": content}], ended=True)
-    assert bytes(i for i in ids if i < 256).decode() == f"\nuser\n\n{content}\n\nassistant\n"
+    ids = chat(template).bridge([{**TOOL, "content": content}], last_id=END)
+    assert byte_tokenizer().decode(ids) == (
+        f"\n<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize("template", [None, "qwen3", "qwen2_5"])
 @given(parts=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|endoftext|>", "a", "\n", "<|", "im_end|>"])))
 def test_the_text_of_a_special_token_in_an_observation_stays_text(template: str | None, parts: list[str]) -> None:
     content = "x" + "".join(parts) + "x"
-    ids = chat(template).bridge([TOOL, {**TOOL, "content": content}], ended=True)
+    ids = chat(template).bridge([TOOL, {**TOOL, "content": content}], last_id=END)
     assert [i for i in ids if i in (256, START, END)] == [START, END, START]
     assert content in bytes(i for i in ids if i < 256).decode()
 
 
 def test_the_marker_of_the_dummy_turn_may_stand_in_an_observation() -> None:
-    bridge = chat().bridge([{**USER, "content": "ENDofTHEturn"}], ended=True)
+    bridge = chat().bridge([{**USER, "content": "ENDofTHEturn"}], last_id=END)
     assert bridge == [
         *spelled("\n"), START, *spelled("user\nENDofTHEturn"), END, *spelled("\n"), START, *spelled("assistant\n"),
     ]  # fmt: skip
@@ -150,30 +160,66 @@ def test_the_cost_of_a_bridge_depends_on_the_new_messages_only() -> None:
     encoded: list[int] = []
     inner = tokenizer.encode
     tokenizer.encode = lambda text, **kwargs: encoded.append(len(text)) or inner(text, **kwargs)  # type: ignore[method-assign, func-returns-value]
-    tokenizer.bridge([TOOL], ended=True)  # proves the template, once
+    tokenizer.bridge([TOOL], last_id=END)  # proves the template, once
     encoded.clear()
     for _ in range(8):
-        tokenizer.bridge([TOOL], ended=True)
+        tokenizer.bridge([TOOL], last_id=END)
     assert len(encoded) == 8
     assert len(set(encoded)) == 1
 
 
 def test_a_template_without_an_end_of_turn_is_refused_with_what_was_looked_for() -> None:
     endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(TemplateError, match=r"none of the ids \[258\]"):
-        ChatTokenizer(byte_tokenizer(), chat_template=endless).bridge([USER], ended=True)
+    with pytest.raises(TemplateError, match=r"ids that end a turn are \[258\]"):
+        ChatTokenizer(byte_tokenizer(), chat_template=endless).bridge([USER], last_id=END)
 
 
 def test_a_template_that_ends_the_turn_only_behind_the_observation_is_refused() -> None:
     late = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
-    with pytest.raises(TemplateError, match="no end of the assistant's turn before a message of role 'user'"):
-        ChatTokenizer(byte_tokenizer(), chat_template=late).bridge([USER], ended=True)
+    with pytest.raises(TemplateError, match="does not end the assistant's turn and then show"):
+        ChatTokenizer(byte_tokenizer(), chat_template=late).bridge([USER], last_id=END)
 
 
 def test_a_template_that_leaves_the_observation_out_is_refused() -> None:
     deaf = "{% for m in messages if m.role != 'tool' %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
-    with pytest.raises(TemplateError, match="use a template that shows this role"):
-        ChatTokenizer(byte_tokenizer(), chat_template=deaf).bridge([TOOL], ended=True)
+    with pytest.raises(TemplateError, match="use a template that shows these roles"):
+        ChatTokenizer(byte_tokenizer(), chat_template=deaf).bridge([TOOL], last_id=END)
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [("qwen3", ["user", "developer"]), ("qwen3_vl", ["user", "system"]), ("qwen2_5", ["user", "developer"])],
+)
+def test_a_template_that_leaves_out_any_message_of_an_observation_is_refused(template: str, roles: list[str]) -> None:
+    with pytest.raises(TemplateError, match="use a template that shows these roles"):
+        chat(template).bridge([{"role": role, "content": f"{role}!"} for role in roles], last_id=END)
+
+
+@pytest.mark.parametrize("template", ["smolvlm", "idefics3", "llava_next"])
+def test_a_template_that_skips_the_text_of_the_prompt_is_refused(template: str) -> None:
+    with pytest.raises(TemplateError, match="does not show the user message 'hello'"):
+        chat(template).prompt([{"role": "user", "content": "hello"}])
+
+
+def test_a_tool_that_only_the_question_names_is_hidden() -> None:
+    schema = {"type": "function", "function": {"name": "multiply"}}
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(TemplateError, match=r"does not show the tools \['multiply'\]"):
+        ChatTokenizer(byte_tokenizer(), chat_template=plain).prompt(
+            [{"role": "user", "content": "multiply!"}], [schema]
+        )
+
+
+def test_a_turn_that_another_terminator_ended_keeps_it_and_gets_the_templates_own() -> None:
+    assert chat(eos_token_ids=[256]).bridge([USER], last_id=256)[0] == END
+
+
+def test_a_prompt_that_is_empty_or_ends_in_a_call_is_refused() -> None:
+    with pytest.raises(TemplateError, match="The prompt is empty"):
+        chat().prompt("")
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    with pytest.raises(TemplateError, match="ends with a tool call"):
+        chat().prompt([USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
 
 
 def test_a_template_that_raises_is_reported_with_its_own_words() -> None:

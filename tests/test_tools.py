@@ -121,6 +121,21 @@ def test_the_calls_of_a_turn_run_at_the_same_time_and_are_answered_in_order() ->
     assert time.monotonic() - started < 0.75
 
 
+def test_a_result_that_cannot_be_written_down_is_an_answered_error() -> None:
+    def power(base: int, exponent: int) -> int:
+        """Raise to a power.
+
+        Args:
+            base: What.
+            exponent: How often.
+        """
+        return base**exponent
+
+    call = {"function": {"name": "power", "arguments": {"base": 10, "exponent": 5000}}}
+    result = asyncio.run(ToolEnv([Tool(power)], timeout_s=5.0).step({"role": "assistant", "tool_calls": [call]}))
+    assert result.messages[0]["content"].startswith("Error: ValueError: Exceeds the limit")
+
+
 def test_an_answer_without_a_call_ends_the_episode() -> None:
     result = asyncio.run(ToolEnv([Tool(multiply)], timeout_s=1.0).step({"role": "assistant", "content": "56"}))
     assert result.terminated
@@ -146,6 +161,16 @@ def test_a_tool_that_cannot_be_described_is_refused_when_it_is_passed() -> None:
         """
         return a
 
+    def anything(**options: int) -> int:
+        """Do it.
+
+        Args:
+            options: Something.
+        """
+        return len(options)
+
+    with pytest.raises(SetupError, match=r"takes \*\*options: int; a call names each argument"):
+        tool_rollout([anything])
     for function in (silent, untyped):
         with pytest.raises(SetupError, match=f"{function.__name__} cannot be described.*Args:"):
             tool_rollout([function])

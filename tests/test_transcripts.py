@@ -33,11 +33,20 @@ def test_a_line_tells_what_happened(tmp_path: Path) -> None:
         "num_prompt_tokens": 3,
         "num_sampled_tokens": 3,
         "num_observed_tokens": 1,
-        "reward": 1.0,
+        "env_reward": 1.0,
         "step_rewards": [0.5, 0.5],
         "stop_reason": "max_turns",
         "error": None,
     }
+
+
+def test_what_json_cannot_hold_is_written_as_text(tmp_path: Path) -> None:
+    made = trajectory()
+    made.infos = [{"tool_calls": [{"name": "f", "result": {(1, 2): 3}}]}]
+    write_transcripts(tmp_path, [made], step=1, mode="train", rank=0)
+    [line] = read_transcripts(tmp_path)
+    assert line["tool_calls"] == ["{'name': 'f', 'result': {(1, 2): 3}}"]
+    assert line["num_turns"] == 2
 
 
 def test_later_calls_append(tmp_path: Path) -> None:

@@ -170,16 +170,20 @@ def test_the_newest_weights_alone_are_kept(trainer: Any, server: WeightServer, t
         train(trainer)
     [folder] = (tmp_path / "rollout_weights").iterdir()
     assert folder == server.folders[2]
-    assert folder.name.startswith("step-00000002-")
+    assert folder.name.startswith("rollout-weights-step-00000002-")
 
 
 def test_what_a_killed_run_left_is_removed_and_files_of_others_are_not(
     trainer: Any, server: WeightServer, tmp_path: Path
 ) -> None:
-    for name in ("step-00000007-0123abcd", "step-00000008-4567cdef.unfinished", "mine"):
+    for name in (
+        "rollout-weights-step-00000007-0123abcd",
+        "rollout-weights-step-00000008-4567cdef.unfinished",
+        "step-00000007",
+    ):
         (tmp_path / "weights" / name).mkdir(parents=True)
     CheckpointSync(tmp_path / "weights").sync(trainer, [server.base_url])
-    assert sorted((tmp_path / "weights").iterdir()) == [tmp_path / "weights" / "mine", server.folders[0]]
+    assert sorted((tmp_path / "weights").iterdir()) == [server.folders[0], tmp_path / "weights" / "step-00000007"]
 
 
 def test_the_folder_may_be_relative(

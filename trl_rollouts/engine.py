@@ -5,15 +5,18 @@ caller.
 """
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
+WATCH_S = 5.0
 
 
 class Engine:
@@ -25,12 +28,15 @@ class Engine:
         self._thread.start()
         self.cleanups: list[Callable[[], Coroutine[Any, Any, None]]] = []
         """Coroutine functions to run on the loop before it stops."""
-        self.close = weakref.finalize(self, _stop, self._loop, self._thread, self.cleanups)
+        self.close = weakref.finalize(self, _stop, os.getpid(), self._loop, self._thread, self.cleanups)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. An interruption of the caller (Ctrl-C) cancels it, so open requests are aborted."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
+            while not future.done():
+                wait([future], timeout=WATCH_S)
+                assert self._thread.is_alive(), "the event loop's thread has ended"
             return future.result()
         except BaseException:
             future.cancel()
@@ -38,6 +44,7 @@ class Engine:
 
 
 def _stop(
+    pid: int,
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     cleanups: list[Callable[[], Coroutine[Any, Any, None]]],
@@ -53,6 +60,8 @@ def _stop(
                 await cleanup()
         loop.stop()
 
+    if os.getpid() != pid:  # a forked child has the objects, and neither the thread nor a right to its connections
+        return
     if thread.is_alive():
         asyncio.run_coroutine_threadsafe(wind_down(), loop)
         thread.join(STOP_TIMEOUT_S)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .clients import Client
-from .env import Env, EnvFactory, call, checked_opening, checked_step
+from .env import Env, EnvFactory, Worker, checked_opening, checked_step, exits_as_errors
 from .errors import EnvError, boundary, is_data
 from .parsing import Parser, find_parser, parse_plain
 from .sampling import Sampling
@@ -29,7 +29,8 @@ from .trajectory import Completion, Message, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
+MAX_CHARS_PER_TOKEN = 256
 
 Prompt = str | list[Message]
 
@@ -67,13 +68,18 @@ async def run_trajectory(prompt: Prompt, seed_index: int, setting: Setting) -> T
     """
     trajectory = Trajectory()
     limit = asyncio.timeout(setting.timeout_s)
+    worker = Worker()
+    env: Env | None = None
     try:
         async with limit:
-            await _episode(trajectory, prompt, seed_index, setting)
+            with boundary(EnvError, "the environment could not be made"):
+                env = await worker.call(setting.env_factory)
+            tools = await _begin(trajectory, env, worker, prompt, setting)
+            parser = setting.parser or (find_parser(setting.tokenizer) if tools else parse_plain)
+            while trajectory.stop_reason is None:
+                await _turn(trajectory, env, worker, parser, seed_index, setting)
     except Exception as error:
-        if trajectory.stop_reason is not None:  # it had ended, and only its environment was still being closed
-            pass
-        elif limit.expired() and trajectory.num_kept:
+        if limit.expired() and trajectory.num_turns:
             trajectory.end(StopReason.TIMEOUT)
         elif limit.expired():
             trajectory.fail(EnvError(f"no turn was finished within trajectory_timeout_s={setting.timeout_s:g}"))
@@ -81,26 +87,18 @@ async def run_trajectory(prompt: Prompt, seed_index: int, setting: Setting) -> T
             trajectory.fail(error)
         else:
             raise
+    finally:
+        if env is not None:
+            await _close(env, worker)
+        worker.end()
     return trajectory
 
 
-async def _episode(trajectory: Trajectory, prompt: Prompt, seed_index: int, setting: Setting) -> None:
-    with boundary(EnvError, "the environment could not be made"):
-        env = await call(setting.env_factory)
-    try:
-        tools = await _begin(trajectory, env, prompt, setting)
-        parser = setting.parser or (find_parser(setting.tokenizer.chat_template) if tools else parse_plain)
-        while trajectory.stop_reason is None:
-            await _turn(trajectory, env, parser, seed_index, setting)
-    finally:
-        await _close(env)
-
-
-async def _begin(trajectory: Trajectory, env: Env, prompt: Prompt, setting: Setting) -> Sequence[Any]:
+async def _begin(trajectory: Trajectory, env: Env, worker: Worker, prompt: Prompt, setting: Setting) -> Sequence[Any]:
     """Reset the environment and render what it opens with; the schemas of its tools."""
     opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt)
     with boundary(EnvError, "env.reset failed"), _timed(trajectory, "env_s"):
-        messages = checked_opening(await call(env.reset, copy.deepcopy(opening)))
+        messages = checked_opening(await worker.call(env.reset, copy.deepcopy(opening)))
     if isinstance(prompt, str) and messages != opening:
         raise EnvError("env.reset changed a prompt that is a string; such a prompt needs to be a list of messages.")
     tools: Sequence[Any] = getattr(env, "tools", None) or ()  # optional in the protocol
@@ -110,18 +108,20 @@ async def _begin(trajectory: Trajectory, env: Env, prompt: Prompt, setting: Sett
     return tools
 
 
-async def _turn(trajectory: Trajectory, env: Env, parser: Parser, seed_index: int, setting: Setting) -> None:
+async def _turn(
+    trajectory: Trajectory, env: Env, worker: Worker, parser: Parser, seed_index: int, setting: Setting
+) -> None:
     """One completion and what follows it."""
     sampling = setting.sampling.limited(setting.room(trajectory)).seeded(seed_index, trajectory.num_turns)
     with _timed(trajectory, "generate_s"):
         context = trajectory.prompt_ids + trajectory.completion_ids
         completion = await setting.client.generate(context, sampling)
     trajectory.append_completion(completion)
-    with boundary(EnvError, "the parser failed"):
+    with boundary(EnvError, "the parser failed"), exits_as_errors():
         action = parser(setting.tokenizer.decode(completion.token_ids))
-    trajectory.messages.append(action)
+    trajectory.append_action(action)
     with boundary(EnvError, "env.step failed"), _timed(trajectory, "env_s"):
-        step = checked_step(await call(env.step, copy.deepcopy(action)))
+        step = checked_step(await worker.call(env.step, copy.deepcopy(action)))
     trajectory.step_rewards.append(step.reward)
     trajectory.infos.append(step.info)
 
@@ -140,20 +140,24 @@ def _observe(trajectory: Trajectory, messages: list[Message], completion: Comple
     """Append the observation whole, with room for a next token, or end here: a part of it would mislead."""
     if not messages:
         raise EnvError("env.step returned no message and did not end the episode, so the model has nothing to answer.")
-    ended = completion.token_ids[-1] in setting.tokenizer.eos_token_ids
-    bridge = setting.tokenizer.bridge(messages, ended=ended)
+    num_chars = sum(len(str(message.get("content"))) for message in messages)
+    if num_chars > MAX_CHARS_PER_TOKEN * setting.room(trajectory):  # hopeless, and slow to encode
+        trajectory.end(StopReason.LENGTH)
+        return
+    bridge = setting.tokenizer.bridge(messages, last_id=completion.token_ids[-1])
     if setting.room(trajectory) <= len(bridge):
         trajectory.end(StopReason.LENGTH)
         return
     trajectory.append_observation(bridge)
-    trajectory.messages += messages
+    trajectory.messages += copy.deepcopy(messages)  # an environment may use its dicts again
 
 
-async def _close(env: Env) -> None:
-    """Close the environment; a failure to close is worth a line, not a row."""
+async def _close(env: Env, worker: Worker) -> None:
+    """Close the environment; a failure to close is worth a line, not a row. One that hangs is not waited for."""
+    timeout_s = 0.0 if worker.num_unfinished else CLOSE_TIMEOUT_S
     try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await call(env.close)
+        async with asyncio.timeout(timeout_s):
+            await worker.call(env.close)
     except Exception as error:
         logger.warning("env.close failed: %s: %s", type(error).__name__, error)
 

@@ -55,7 +55,8 @@ class EnvError(RolloutError):
 
 def is_data(error: Exception) -> bool:
     """Whether `error` concerns one trajectory rather than the run."""
-    return isinstance(error, RequestError) or not isinstance(error, SetupError | ServerError | WeightSyncError)
+    ours = SetupError | ServerError | WeightSyncError | AssertionError  # an assertion is a bug, not a bad rollout
+    return isinstance(error, RequestError) or not isinstance(error, ours)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     kept = [trajectory for trajectory in trajectories if trajectory.stop_reason is not StopReason.ERROR]
     reasons = Counter(str(trajectory.stop_reason) for trajectory in trajectories)
     calls = [call for trajectory in kept for call in trajectory.tool_calls]
-    errors = Counter(call["error"] for call in calls if call.get("error"))
+    errors = Counter(str(call["error"]) for call in calls if call.get("error"))
     values: dict[str, float] = {f"rollout/stop/{reason}": reasons[reason] / len(trajectories) for reason in StopReason}
     if kept:
         values |= {

@@ -8,10 +8,12 @@ A call that cannot be read stays in `tool_calls`, in its place, with an `error` 
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
-from .errors import SetupError
+from .errors import SetupError, TemplateError
+from .tokens import ChatTokenizer
 from .trajectory import Message
 
 Parser = Callable[[str], Message]
@@ -19,21 +21,26 @@ Parser = Callable[[str], Message]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+_FENCE = re.compile(r"\s*```(?:json)?")
+_MAX_DEPTH = 64
 
 
-def find_parser(chat_template: str | None) -> Parser:
-    """The parser for the tool format that a chat template teaches the model.
+def find_parser(tokenizer: ChatTokenizer) -> Parser:
+    """The parser for a chat template's tool format: the one that reads a call back from its render.
 
     Raises:
-        SetupError: the template's format is not known here. A wrong guess would show as reward 0, days later.
+        SetupError: none does. A wrong guess would show as reward 0, days later.
     """
-    template = chat_template or ""
-    if _OPEN in template and "arguments" in template and "<function=" not in template:
-        return parse_hermes
+    written = {"name": "probe", "arguments": {"text": "one {two}", "number": 3}}
+    with suppress(TemplateError):
+        calls = parse_hermes(tokenizer.render_call(written)).get("tool_calls", ())
+        if [call["function"] for call in calls] == [written]:
+            return parse_hermes
     raise SetupError(
         "No parser is known for the tool-call format of this chat template (known: JSON in <tool_call> tags, as "
         "Hermes and Qwen2.5/Qwen3 write it). Pass parser=, a function from a completion's text to an assistant "
-        "message; trl_rollouts.parsing.parse_hermes is one."
+        "message; trl_rollouts.parse_hermes is one."
     )
 
 
@@ -61,17 +68,22 @@ def parse_hermes(text: str) -> Message:
 
 
 def _split_reasoning(text: str) -> tuple[str | None, str]:
-    """Thoughts and the rest. A template may have opened `<think>` in the prompt already."""
+    """Thoughts and the rest.
+
+    Where a template opened `<think>` in the prompt, a closing tag alone ends the thoughts; one behind the beginning of
+    a call belongs to the call.
+    """
     before, closed, after = text.partition("</think>")
-    if closed:
-        return before.removeprefix("<think>").strip("\n"), after.lstrip("\n")
-    if text.lstrip().startswith("<think>"):
+    opened = text.lstrip().startswith("<think>")
+    if closed and (opened or not (_OPEN in before or before.lstrip().startswith(("{", "```")))):
+        return before.lstrip().removeprefix("<think>").strip("\n"), after.lstrip("\n")
+    if opened:
         return text.lstrip().removeprefix("<think>").strip("\n"), ""
     return None, text
 
 
 def _tagged(content: str) -> Iterator[Any]:
-    """What stands in each pair of tags: a decoded value, or the raw text where it is no JSON."""
+    """What stands in each pair of tags: decoded values, or the raw text where it is no JSON."""
     position = content.find(_OPEN)
     while position >= 0:
         start = position + len(_OPEN)
@@ -81,26 +93,49 @@ def _tagged(content: str) -> Iterator[Any]:
             end = min(stops, default=len(content))
             value = content[start:end].strip()
         yield value
+        yield from _bare(content, end)  # a second call behind the first one
         position = content.find(_OPEN, end)
 
 
-def _bare(content: str) -> Iterator[Any]:
-    """Calls of a completion that is nothing but JSON objects, in a code fence or not."""
-    text = re.sub(r"^\s*```(?:json)?|```\s*$", "", content)
-    position: int | None = 0
-    while position is not None and text[position:].lstrip().startswith("{"):
-        value, position = _decode(text, position)
+def _bare(content: str, position: int | None = 0) -> Iterator[Any]:
+    """Calls that stand at `position` as JSON objects one behind the other, in a code fence or not."""
+    if position == 0 and (fence := _FENCE.match(content)):
+        position = fence.end()
+    while position is not None and content.startswith("{", _skip_space(content, position)):
+        value, position = _decode(content, position)
         if isinstance(value, dict) and {"name", "arguments"} <= value.keys():
             yield value
 
 
 def _decode(text: str, start: int) -> tuple[Any, int | None]:
-    """The JSON value that begins at `start`, and where it ends: closing tags and braces in strings do not count."""
-    begin = start + len(text[start:]) - len(text[start:].lstrip())
+    """The JSON value that begins at `start`, and where it ends: closing tags and braces in strings do not count.
+
+    A value nested deeper than anybody means it is none: what is deep here overflows somewhere else.
+    """
     try:
-        return _DECODER.raw_decode(text, begin)
+        value, end = _DECODER.raw_decode(text, _skip_space(text, start))
     except (ValueError, RecursionError):
         return None, None
+    return (value, end) if _is_shallow(value) else (None, None)
+
+
+def _skip_space(text: str, start: int) -> int:
+    match = _SPACE.match(text, start)
+    assert match is not None, "the pattern takes nothing, too"
+    return match.end()
+
+
+def _is_shallow(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [item for part in level for item in _items(part)]
+        if not level:
+            return True
+    return False
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _call(index: int, block: Any) -> dict[str, Any]:
@@ -115,7 +150,7 @@ def _call(index: int, block: Any) -> dict[str, Any]:
             f'The tool call has no function name: {json.dumps(block)[:200]}. Write {{"name": ..., "arguments": ...}}.'
         )
     else:
-        name, arguments = block["name"], _arguments(block.get("arguments"))
+        name, arguments = block["name"], read_arguments(block.get("arguments"))
         if not isinstance(arguments, dict):
             error = f'"arguments" of {name} must be a JSON object, not {json.dumps(arguments)[:200]}.'
     call: dict[str, Any] = {
@@ -126,8 +161,8 @@ def _call(index: int, block: Any) -> dict[str, Any]:
     return call if error is None else {**call, "error": error}
 
 
-def _arguments(value: Any) -> Any:
-    """Arguments that were left out, or written as a JSON string, as some models do."""
+def read_arguments(value: Any) -> Any:
+    """Arguments that were left out, or are a JSON string, as some models and parsers write them."""
     if value is None:
         return {}
     if isinstance(value, str):

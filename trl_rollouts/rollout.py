@@ -14,6 +14,7 @@ groups.
 import asyncio
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -87,14 +88,22 @@ class Rollout:
             "request_timeout_s": request_timeout_s,
             "trajectory_timeout_s": trajectory_timeout_s,
         }.items():
-            if value <= 0:
-                raise SetupError(f"{name} must be positive, not {value!r}.")
+            _check_positive(name, value)
+        if weight_sync not in (None, "auto") and not callable(getattr(weight_sync, "sync", None)):
+            raise SetupError(f'weight_sync must be "auto", None or a CheckpointSync(), not {weight_sync!r}.')
+        if parser is not None and not callable(parser):
+            raise SetupError(f"parser must be a function from a completion's text to a message, not {parser!r}.")
+        if transcript_dir is not None and Path(transcript_dir).is_file():
+            raise SetupError(f"transcript_dir={str(transcript_dir)!r} is a file; it must be a folder.")
+        if base_url is not None and not base_url:
+            raise SetupError("base_url names no server.")
         self._env_factory = env_factory
         self._max_turns = max_turns
         urls = [base_url] if isinstance(base_url, str) else base_url
         self._base_urls = None if urls is None else [normal_url(url) for url in urls]
         self._given_client = client
         self._client: Client | None = None
+        self._connected_to: list[str] = []
         self._parser = parser
         self._max_concurrency = max_concurrency
         self._request_timeout_s = request_timeout_s
@@ -103,6 +112,7 @@ class Rollout:
         self._weight_sync = weight_sync
         self._own_sync = CheckpointSync()
         self._engine: Engine | None = None
+        self._lock = threading.Lock()
         self._num_failed_in_a_row = 0
         self._warned: set[str] = set()
 
@@ -114,10 +124,14 @@ class Rollout:
             ServerError: the server is gone.
             RolloutError: every trajectory failed; the first cause is named and chained.
         """
+        with self._lock:
+            return self._roll(prompts, trainer)
+
+    def _roll(self, prompts: Sequence[Prompt], trainer: Any) -> dict[str, list[Any]]:
         reading.refuse_conflicts(trainer)
         tokenizer, sampling = reading.chat_tokenizer(trainer), Sampling.from_config(trainer.args)
-        for warning in reading.warnings(trainer, sampling, self._trajectory_timeout_s):
-            self._warn_once(warning)
+        for topic, warning in reading.warnings(trainer, sampling, self._trajectory_timeout_s).items():
+            self._warn_once(topic, warning)
         if self._engine is None:
             self._engine = Engine()
         base_urls = self._urls(trainer)
@@ -164,8 +178,9 @@ class Rollout:
         """The client, proved against this trainer when it is first needed."""
         if self._given_client is not None:
             return self._given_client
-        if self._client is None:
+        if self._client is None or self._connected_to != base_urls:
             assert self._engine is not None
+            self._connected_to = base_urls
             self._client = self._engine.run(
                 connect(
                     base_urls,
@@ -208,7 +223,8 @@ class Rollout:
         self._raise_without_survivors(trajectories, alone=mode == "train" and trainer.accelerator.num_processes == 1)
         if trajectories:
             log_figures(trainer, trajectories, mode)
-        self._warn_once(mostly_cut(trajectories, trainer.args.max_completion_length))
+        if warning := mostly_cut(trajectories, trainer.args.max_completion_length):
+            self._warn_once("length", warning)
 
     def _raise_without_survivors(self, trajectories: Sequence[Trajectory], *, alone: bool) -> None:
         """Raise where all trajectories failed and nothing says that this was chance.
@@ -224,16 +240,17 @@ class Rollout:
         kinds = Counter(type(trajectory.cause).__name__ for trajectory in failed)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         if all_failed and (alone or self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW):
-            raise RolloutError(
-                f"All {len(failed)} trajectories failed ({counts}). The first: {failed[0].error}"
-            ) from failed[0].cause
+            which = f"All {len(failed)}" if alone else f"The last {self._num_failed_in_a_row}"
+            raise RolloutError(f"{which} trajectories failed ({counts}). The first: {failed[0].error}") from failed[
+                0
+            ].cause
         logger.warning(
             "%d of %d trajectories failed (%s). The first: %s", len(failed), len(trajectories), counts, failed[0].error
         )
 
-    def _warn_once(self, message: str | None) -> None:
-        if message is not None and (key := message[:24]) not in self._warned:
-            self._warned.add(key)
+    def _warn_once(self, topic: str, message: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
             logger.warning(message)
 
 
@@ -255,6 +272,11 @@ async def _run_all(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or not value > 0:
+        raise SetupError(f"{name} must be positive, not {value!r}.")
 
 
 def env_rollout(env_factory: EnvFactory, *, max_turns: int = 32, **options: Unpack[RolloutOptions]) -> Rollout:
@@ -297,6 +319,9 @@ def tool_rollout(
     Example:
         >>> trainer = GRPOTrainer(..., rollout_func=tool_rollout([multiply]))  # doctest: +SKIP
     """
+    if callable(tools):
+        raise SetupError("tools must be a list of functions: tool_rollout([...]).")
+    _check_positive("tool_timeout_s", tool_timeout_s)
     described = [Tool(function) for function in tools]
     names = [tool.name for tool in described]
     if not names or len(set(names)) < len(names):

@@ -68,11 +68,12 @@ class Sampling:
             "temperature": config.temperature,
             "top_p": config.top_p,
             "top_k": config.top_k,
-            "min_p": config.min_p or 0.0,
+            "min_p": config.min_p,
             "repetition_penalty": config.repetition_penalty,
             "seed": None,
         }
         named.update({name: given.pop(name) for name in list(given) if name in named})
+        named["min_p"] = named["min_p"] or 0.0
         return cls(
             max_tokens=min(max_tokens, config.max_completion_length),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),

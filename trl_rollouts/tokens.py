@@ -42,7 +42,7 @@ class ChatTokenizer:
             raise TemplateError("The tokenizer has no eos_token, so no turn can end. Set tokenizer.eos_token.")
         self.eos_token_id: int = self._tokenizer.eos_token_id
         self.eos_token_ids = frozenset({self.eos_token_id, *eos_token_ids})
-        self._proved: set[str] = set()
+        self._proved: set[tuple[str, ...]] = set()
         added = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         special = sorted(added | set(self._tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)))
@@ -53,6 +53,7 @@ class ChatTokenizer:
         """
         bos = self._tokenizer.bos_token
         wrap = special_tokens and not (bos and text.startswith(bos))
+        text = text.encode(errors="replace").decode()  # JSON can hold half of a surrogate pair, which has no encoding
         return list(self._tokenizer(text, add_special_tokens=wrap)["input_ids"])
 
     def decode(self, token_ids: list[int]) -> str:
@@ -70,50 +71,81 @@ class ChatTokenizer:
         Raises:
             TemplateError: there is no template, it fails, or it does not show the tools.
         """
-        text = messages if isinstance(messages, str) else self._render(messages, tools=list(tools) or None)
-        hidden = [name for tool in tools if (name := tool["function"]["name"]) not in text]
+        if isinstance(messages, str):
+            text = bare = messages
+        else:
+            text = self._render(messages, tools=list(tools) or None)
+            bare = self._render(messages) if tools else ""
+            self._check_shown(messages, text)
+        names = [tool["function"]["name"] for tool in tools]
+        hidden = [name for name in names if text.count(name) <= (0 if isinstance(messages, str) else bare.count(name))]
         if hidden:
             raise TemplateError(
                 f"The prompt does not show the tools {hidden} to the model. Use a chat template that renders `tools` "
-                "(TRL ships some in trl/chat_templates), or describe them in the prompt."
+                "(TRL ships some in trl/chat_templates), or describe them in a prompt that is a string."
             )
-        return self.encode(text, special_tokens=isinstance(messages, str))
+        token_ids = self.encode(text, special_tokens=isinstance(messages, str))
+        if not token_ids:
+            raise TemplateError("The prompt is empty.")
+        return token_ids
 
-    def bridge(self, observation: list[Message], *, ended: bool) -> list[int]:
-        """The ids that lead from the end of a completion to the model's next turn.
+    def _check_shown(self, messages: list[Message], text: str) -> None:
+        """Some templates know content only as a list of parts, and skip a text without a word."""
+        for message in messages:
+            if message["role"] in ("user", "system") and _text(message).strip() not in text:
+                raise TemplateError(
+                    f"The chat template does not show the {message['role']} message {_text(message)[:80]!r} to the "
+                    "model."
+                )
+        if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
+            raise TemplateError("The prompt ends with a tool call of the assistant's. Add its answer, or take it out.")
+
+    def render_call(self, function: dict[str, Any]) -> str:
+        """A conversation in which the assistant calls `function`, a dict of `name` and `arguments`."""
+        call = {"id": "call00000", "type": "function", "function": function}
+        answer = {"role": "tool", "tool_call_id": "call00000", "name": function["name"], "content": "."}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._render([{"role": "user", "content": "."}, turn, answer])
+
+    def bridge(self, observation: list[Message], *, last_id: int) -> list[int]:
+        """The ids that lead from a completion to the model's next turn.
 
         Args:
             observation: the messages to show, never the assistant's.
-            ended: the completion's last id ended the turn, so the end-of-turn id is not to be added again.
+            last_id: the completion's last id. Where it is the one that the template ends a turn with, that id is not
+                added again.
 
         Raises:
-            TemplateError: the template fails on these messages, or the end of the assistant's turn cannot be found.
+            TemplateError: the template fails on these messages, leaves one out, or does not end the assistant's turn.
         """
         marker, hole = _absent("ENDofTHEturn", observation), _absent("SPECIALtoken", observation)
         shown = [{**message, "content": self._special.sub(hole, _text(message))} for message in observation]
-        self._prove_junction(shown[0])
+        self._prove_junction(shown)
         tail = self._after_turn(marker, shown)
         ids = self._encode_with_holes(tail, hole, [t for m in observation for t in self._special.findall(_text(m))])
         end = self._find_end(ids)
         assert end is not None, "the junction was proved"
-        return ids[end + 1 :] if ended else ids[end:]
+        return ids[end + 1 :] if ids[end] == last_id else ids[end:]
 
-    def _prove_junction(self, first: Message) -> None:
-        """Raise unless the template ends the assistant's turn, with an id that ends a turn, before `first`.
+    def _prove_junction(self, observation: list[Message]) -> None:
+        """Raise unless the template ends the assistant's turn and then shows every message, in order.
 
         Without this proof the end might be found behind the observation, and the observation be lost.
         """
-        if first["role"] in self._proved:
+        roles = tuple(message["role"] for message in observation)
+        if roles in self._proved:
             return
-        tail = self._after_turn("ENDofTHEturn", [{**first, "content": "OBSERVATION"}])
-        junction, found, _ = tail.partition("OBSERVATION")
-        if not found or self._find_end(self.encode(junction)) is None:
+        marks = [f"OBSERVATION{index}x" for index in range(len(observation))]
+        marked = [{**message, "content": mark} for message, mark in zip(observation, marks, strict=True)]
+        tail = self._after_turn("ENDofTHEturn", marked)
+        places = [tail.find(mark) for mark in marks]
+        if -1 in places or places != sorted(places) or self._find_end(self.encode(tail[: places[0]])) is None:
             raise TemplateError(
-                f"The chat template shows no end of the assistant's turn before a message of role {first['role']!r}: "
-                f"none of the ids {sorted(self.eos_token_ids)} stands in {tail[:200]!r}. Set tokenizer.eos_token to "
-                "the token that ends a turn, or use a template that shows this role."
+                f"The chat template does not end the assistant's turn and then show messages of the roles {roles}: it "
+                f"continues with {tail[:200]!r}, and the ids that end a turn are {sorted(self.eos_token_ids)}. Set "
+                "tokenizer.eos_token to the token that ends a turn, or use a template that shows these roles."
             )
-        self._proved.add(first["role"])
+        self._proved.add(roles)
 
     def _after_turn(self, marker: str, observation: list[Message]) -> str:
         """What the template writes behind a dummy assistant turn that `observation` follows."""
@@ -212,5 +244,14 @@ def _text(message: Message) -> str:
 
 def plain(message: Message) -> Message:
     """The message as a template takes it: text content, no task, none of the nulls that Arrow adds."""
-    plain = {key: value for key, value in message.items() if key != "task" and value is not None}
-    return {**plain, "content": _text(message)} if "content" in plain else plain
+    plain = {key: value for key, value in message.items() if key == "content" or (key != "task" and value is not None)}
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _without_nulls(plain["tool_calls"])
+    return {**plain, "content": _text(message)} if isinstance(plain.get("content"), list) else plain
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every row's calls the arguments of all rows' calls, null where a row has none."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -17,6 +17,7 @@ from typing import Any
 
 from .env import StepResult, call
 from .errors import SetupError
+from .parsing import read_arguments
 from .trajectory import Message
 
 
@@ -36,21 +37,28 @@ class Tool:
             raise SetupError(f"tools must be functions, not {function!r}.")
         self.function = function
         self.name: str = getattr(function, "__name__", type(function).__name__)
+        self._signature = inspect.signature(function)
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise SetupError(
+                    f"The tool {self.name} takes {parameter}; a call names each argument, so {name} cannot be."
+                )
         try:
             self.schema: dict[str, Any] = get_json_schema(function)
+            hints = typing.get_type_hints(function)
+            self._adapters = {name: TypeAdapter(hints[name]) for name in self._signature.parameters}
         except Exception as cause:  # several kinds, all about the function's text
             raise SetupError(
                 f"The tool {self.name} cannot be described to the model: {cause} Give it type hints and a docstring "
                 "with an `Args:` section that has a line for each argument."
             ) from cause
-        self._signature = inspect.signature(function)
-        hints = typing.get_type_hints(function)
-        self._adapters = {name: TypeAdapter(hints[name]) for name in self._signature.parameters}
 
-    def bind(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    def bind(self, arguments: Any) -> tuple[dict[str, Any], str | None]:
         """The arguments as the function takes them, converted where nothing is lost, or what is wrong with them."""
         from pydantic import ValidationError
 
+        if not isinstance(arguments, dict):
+            return {}, f"The arguments of {self.name} must be a JSON object."
         known = list(self._signature.parameters)
         if extra := [name for name in arguments if name not in known]:
             return (
@@ -93,8 +101,13 @@ class ToolEnv:
         calls = action.get("tool_calls") or []
         records = await asyncio.gather(*(self._run(item) for item in calls))
         answers = [
-            {"role": "tool", "tool_call_id": item["id"], "name": record["name"], "content": record["content"]}
-            for item, record in zip(calls, records, strict=True)
+            {
+                "role": "tool",
+                "tool_call_id": item.get("id", f"call_{index}"),
+                "name": record["name"],
+                "content": record["content"],
+            }
+            for index, (item, record) in enumerate(zip(calls, records, strict=True))
         ]
         return StepResult(answers, terminated=not calls, info={"tool_calls": records})
 
@@ -103,7 +116,7 @@ class ToolEnv:
 
     async def _run(self, item: dict[str, Any]) -> dict[str, Any]:
         started = time.monotonic()
-        name, arguments = item["function"]["name"], item["function"]["arguments"]
+        name, arguments = item["function"]["name"], read_arguments(item["function"].get("arguments"))
         result, error, content = await self._answer(name, arguments, item.get("error"))
         return {
             "name": name,
@@ -128,11 +141,12 @@ class ToolEnv:
         try:
             async with limit:
                 result = await call(tool.function, **bound)
+                content = as_text(result)
         except Exception as failure:
             if limit.expired():  # a TimeoutError can also be the tool's own
                 return None, "timeout", f"Error: {name} took longer than {self._timeout_s:g} seconds and was given up."
             return None, "exception", f"Error: {type(failure).__name__}: {failure}"
-        return result, None, as_text(result)
+        return result, None, content
 
 
 def as_text(result: Any) -> str:

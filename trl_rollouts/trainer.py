@@ -3,7 +3,7 @@
 Read at every call, since a config may change between calls. Nothing here changes the trainer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,8 +21,9 @@ def refuse_conflicts(trainer: Any) -> None:
             "GRPOTrainer got tools= and rollout_func=. TRL would run its own tool loop on top of this rollout's. "
             "Remove tools= from the trainer and pass the functions to tool_rollout."
         )
-    dataset = getattr(trainer, "train_dataset", None)
-    if taken := sorted(set(FIELDS) & set(getattr(dataset, "column_names", None) or ())):
+    datasets = [getattr(trainer, "train_dataset", None), getattr(trainer, "eval_dataset", None)]
+    columns = {name for dataset in datasets for name in getattr(dataset, "column_names", None) or ()}
+    if taken := sorted(set(FIELDS) & columns):
         raise SetupError(
             f"The dataset's columns {taken} have names of the rollout's fields, and TRL would replace their values "
             "without a word before it calls the reward functions. Rename them."
@@ -77,17 +78,19 @@ def max_model_len(trainer: Any) -> int | None:
     return limit or getattr(trainer.model.config, "max_position_embeddings", None)
 
 
-def warnings(trainer: Any, sampling: Sampling, trajectory_timeout_s: float) -> Iterator[str]:
-    """Settings that work and will disappoint."""
+def warnings(trainer: Any, sampling: Sampling, trajectory_timeout_s: float) -> dict[str, str]:
+    """Settings that work and will disappoint, by topic."""
     args = trainer.args
+    found = {}
     if trainer.use_vllm and args.vllm_importance_sampling_correction and sampling.is_truncated:
-        yield (
+        found["truncated sampling"] = (
             f"top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} cut the distribution that is "
             "sampled, and its logprobs are of what is left; the trainer's are of the whole. The importance-sampling "
             "correction is biased by the mass that was cut. Use top_p=1, top_k=0, min_p=None, or turn it off."
         )
     if trainer.accelerator.num_processes > 1 and trajectory_timeout_s >= args.ddp_timeout:
-        yield (
+        found["time limits"] = (
             f"trajectory_timeout_s={trajectory_timeout_s:g} is not below ddp_timeout={args.ddp_timeout}: while one "
             "process waits for a slow trajectory the others may give up. Raise ddp_timeout or lower the limit."
         )
+    return found

@@ -74,6 +74,8 @@ class Trajectory:
     started_at: float = field(default_factory=time.monotonic)
     num_kept: int = 0
     """Length of the row up to the end of the last completion: what `end` keeps."""
+    num_messages_kept: int = 0
+    """The same of the messages."""
 
     @property
     def num_turns(self) -> int:
@@ -96,12 +98,18 @@ class Trajectory:
         return sum(self.env_mask)
 
     def append_completion(self, completion: Completion) -> None:
-        assert len(completion.token_ids) == len(completion.logprobs) > 0
+        lengths = len(completion.token_ids), len(completion.logprobs)
+        assert lengths[0] == lengths[1] > 0, f"the client returned {lengths[0]} ids and {lengths[1]} logprobs"
         known = [math.isfinite(logprob) for logprob in completion.logprobs]
         self.completion_ids += completion.token_ids
         self.env_mask += [int(is_known) for is_known in known]
         self.logprobs += [lp if is_known else 0.0 for lp, is_known in zip(completion.logprobs, known, strict=True)]
         self.num_kept = len(self.completion_ids)
+
+    def append_action(self, message: Message) -> None:
+        """The last completion as the environment takes it."""
+        self.messages.append(message)
+        self.num_messages_kept = len(self.messages)
 
     def append_observation(self, token_ids: list[int]) -> None:
         assert self.completion_ids, "an observation follows a completion"
@@ -113,6 +121,8 @@ class Trajectory:
         """Close the trajectory. An observation that no completion follows is dropped from the row."""
         for column in (self.completion_ids, self.env_mask, self.logprobs):
             del column[self.num_kept :]
+        if self.num_messages_kept:
+            del self.messages[self.num_messages_kept :]
         self.stop_reason = reason
         self.timings["total_s"] = time.monotonic() - self.started_at
 

@@ -16,8 +16,7 @@ def write_transcripts(folder: Path, trajectories: Sequence[Trajectory], *, step:
     """Append a batch. `mode` is "train" or "eval", `step` the trainer's global step."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
-        json.dumps({"step": step, "mode": mode, "rank": rank, "index": index, **_record(trajectory)}, default=str)
-        + "\n"
+        _line({"step": step, "mode": mode, "rank": rank, "index": index, **_record(trajectory)})
         for index, trajectory in enumerate(trajectories)
     ]
     with (folder / f"rank{rank}.jsonl").open("ab+") as file:
@@ -35,6 +34,25 @@ def read_transcripts(folder: str | Path) -> Iterator[dict[str, Any]]:
                     yield json.loads(line)
 
 
+def _line(record: dict[str, Any]) -> str:
+    """One line of JSON; what JSON cannot hold as it is, as text."""
+    try:
+        return json.dumps(record, default=str) + "\n"
+    except Exception:  # keys that are no strings, values that hold themselves, a __str__ that raises
+        return json.dumps({key: _shown(value) for key, value in record.items()}) + "\n"
+
+
+def _shown(value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except Exception:
+        try:
+            return [str(item) for item in value] if isinstance(value, list) else str(value)
+        except Exception as error:
+            return f"({type(error).__name__} while it was written down)"
+    return value
+
+
 def _record(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "messages": trajectory.messages,
@@ -43,7 +61,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "num_prompt_tokens": len(trajectory.prompt_ids),
         "num_sampled_tokens": trajectory.num_sampled,
         "num_observed_tokens": len(trajectory.completion_ids) - trajectory.num_sampled,
-        "reward": trajectory.reward,
+        "env_reward": trajectory.reward,
         "step_rewards": trajectory.step_rewards,
         "stop_reason": trajectory.stop_reason,
         "error": trajectory.error,

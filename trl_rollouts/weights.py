@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 RELOAD_TIMEOUT_S = 600.0
 RESET_TIMEOUT_S = 30.0
+PREFIX = "rollout-weights-step-"
+"""Begins the name of each folder that is written, and so of those that are removed."""
 
 
 class CheckpointSync:
@@ -32,7 +34,7 @@ class CheckpointSync:
 
     Args:
         folder: where the weights go, on a disk that the server reads under the same path. By default `rollout_weights`
-            in the trainer's `output_dir`. Only the newest weights are kept there.
+            in the trainer's `output_dir`. Only the newest weights are kept, so give each run a folder of its own.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -67,11 +69,13 @@ class CheckpointSync:
 
     def _push(self, trainer: Any, state_dict: dict[str, Any], base_urls: Sequence[str]) -> None:
         folder = (self._folder or Path(trainer.args.output_dir) / "rollout_weights").absolute()
-        step = folder / f"step-{trainer.state.global_step:08d}-{uuid.uuid4().hex[:8]}"
+        step = folder / f"{PREFIX}{trainer.state.global_step:08d}-{uuid.uuid4().hex[:8]}"
         _save(trainer.accelerator.unwrap_model(trainer.model), state_dict, step)
         for base_url in base_urls:
             _reload(base_url, step)
-        for old in folder.glob("step-*"):  # what the servers no longer need, and what a killed run left half-written
+        for old in folder.glob(
+            f"{PREFIX}*"
+        ):  # what the servers no longer need, and what a killed run left half-written
             if old != step:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -136,7 +140,7 @@ def _post(base_url: str, path: str, body: dict[str, Any] | None) -> "requests.Re
     try:
         with requests.Session() as session:
             session.trust_env = False  # no proxy, as for sampling
-            response = session.post(base_url + path, json=body, timeout=RELOAD_TIMEOUT_S)
+            response = session.post(base_url + path, json=body, timeout=RELOAD_TIMEOUT_S, allow_redirects=False)
     except requests.RequestException as cause:
         raise WeightSyncError(f"{base_url}{path} did not answer: {type(cause).__name__}: {cause}") from cause
     if response.status_code == 404:

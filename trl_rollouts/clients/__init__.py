@@ -8,6 +8,7 @@ temperature, room for a completion. A wrong set-up is refused with the flag to a
 from collections.abc import Sequence
 from typing import Protocol
 
+from ..errors import SetupError
 from ..sampling import Sampling
 from ..tokens import ChatTokenizer
 from ..trajectory import Completion
@@ -32,8 +33,10 @@ class Client(Protocol):
 
 
 def normal_url(url: str) -> str:
-    """An address with a scheme and without a slash at its end."""
-    return (url if url.startswith(("http://", "https://")) else f"http://{url}").rstrip("/")
+    """An address with a scheme, and without the slash or the `/v1` of an OpenAI address at its end."""
+    if not isinstance(url, str) or not url:
+        raise SetupError(f"A server's address must be a text such as 'http://localhost:8000', not {url!r}.")
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
 async def connect(

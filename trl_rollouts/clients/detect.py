@@ -42,6 +42,13 @@ async def connect_one(
             await _prove_vllm(client, tokenizer)
             return client
         _check_length(max_model_len, max_completion_length, http.base_url)
+        logger.warning(
+            "The server at %s is TRL's own, which does not tell its context and hangs for ever on a longer prompt. "
+            "It is taken to hold %s tokens; if it was started with another --max_model_len, set "
+            "GRPOConfig.vllm_max_model_length to that.",
+            http.base_url,
+            max_model_len or "any number of",
+        )
         trl_client = TRLServerClient(http, eos_token_ids=tokenizer.eos_token_ids, max_model_len=max_model_len)
         _check_vocabulary(await trl_client.probe(_PROBE_TEXT), tokenizer, http.base_url)
         return trl_client

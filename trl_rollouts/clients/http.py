@@ -14,6 +14,7 @@ import tenacity
 from ..errors import RequestError, ServerError
 
 MAX_ATTEMPTS = 4
+GET_TIMEOUT_S = 10.0
 _PASSING = frozenset({429, 502, 503, 504})
 
 
@@ -40,7 +41,8 @@ class Http:
         Raises:
             aiohttp.ClientError, TimeoutError: no answer.
         """
-        async with self._session.get(self.base_url + path) as response:
+        limit = aiohttp.ClientTimeout(total=min(GET_TIMEOUT_S, self._timeout_s))
+        async with self._session.get(self.base_url + path, timeout=limit) as response:
             return response.status, await _body(response)
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -77,7 +79,8 @@ class Http:
         except TimeoutError as cause:
             raise RequestError(
                 f"{self.base_url}{path} did not answer within {time.monotonic() - started:.1f} s "
-                f"(request_timeout_s={self._timeout_s:g}). Raise request_timeout_s if generations take that long."
+                f"(request_timeout_s={self._timeout_s:g}). Raise request_timeout_s if generations take "
+                "that long; the server's log says if it hangs."
             ) from cause
         broken = response.status == 200 and isinstance(answer, str)
         if response.status == 200 and not broken:

@@ -20,6 +20,10 @@ from .http import Http
 _NAMED = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
+SETTLE_S = 0.01
+"""How long contexts that become ready one after another are gathered: next to nothing beside a request for each."""
+
+
 @dataclass(slots=True)
 class _Request:
     token_ids: list[int]
@@ -60,13 +64,17 @@ class TRLServerClient:
     async def close(self) -> None:
         if self._sender is not None:
             self._sender.cancel()
+        for request in self._waiting:
+            request.completion.cancel()
         await self._http.close()
 
     async def _send_waiting(self) -> None:
         """Send what waits, one request after the other, as long as anything does."""
         while self._waiting:
-            for _ in range(8):  # trajectories that are about to be ready get into this request
-                await asyncio.sleep(0)
+            num_waiting = 0
+            while num_waiting < len(self._waiting):  # those that are about to be ready get into this request
+                num_waiting = len(self._waiting)
+                await asyncio.sleep(SETTLE_S)
             waiting, self._waiting = self._waiting, []
             batches: dict[str, list[_Request]] = defaultdict(list)
             for request in waiting:
@@ -82,14 +90,22 @@ class TRLServerClient:
         try:
             answer = await self._post([request.token_ids for request in batch], sampling)
             completions = [
-                self._completion(ids, logprobs, request.sampling, max_tokens)
+                self._completion(ids, logprobs, request.sampling)
                 for request, ids, logprobs in zip(batch, answer["completion_ids"], answer["logprobs"], strict=True)
             ]
         except Exception as error:
+            if len(batch) > 1 and isinstance(error, RequestError) and error.status in (400, 422, 500):
+                for request in batch:  # one of them spoils it for all
+                    await self._send([request])
+                return
             for request in batch:
                 if not request.completion.done():
                     request.completion.set_exception(_fresh(error))
             return
+        except asyncio.CancelledError:
+            for request in batch:
+                request.completion.cancel()
+            raise
         for request, completion in zip(batch, completions, strict=True):
             if not request.completion.done():
                 request.completion.set_result(completion)
@@ -112,9 +128,7 @@ class TRLServerClient:
             )
         return dict(answer)
 
-    def _completion(
-        self, token_ids: list[int], logprobs: list[list[float | None]], sampling: Sampling, max_tokens: int
-    ) -> Completion:
+    def _completion(self, token_ids: list[int], logprobs: list[list[float | None]], sampling: Sampling) -> Completion:
         """The first `sampling.max_tokens` ids, and why they end there."""
         if not token_ids or len(logprobs) != len(token_ids):
             raise ServerError(
@@ -124,7 +138,7 @@ class TRLServerClient:
         num_kept = min(len(token_ids), sampling.max_tokens)
         ends = self._eos_token_ids | set(sampling.extra.get("stop_token_ids") or ())
         whole = num_kept == len(token_ids)
-        stopped = whole and (token_ids[-1] in ends or num_kept < min(sampling.max_tokens, max_tokens))
+        stopped = whole and (token_ids[-1] in ends or num_kept < sampling.max_tokens)
         values = [math.nan if row[0] is None else float(row[0]) for row in logprobs[:num_kept]]
         return Completion(token_ids[:num_kept], values, "stop" if stopped else "length")
 

@@ -5,9 +5,9 @@ logprob. One request a trajectory: the server batches what is under way.
 """
 
 import math
-from typing import Any, Literal
+from typing import Any
 
-from ..errors import ServerError
+from ..errors import RequestError, ServerError
 from ..sampling import Sampling
 from ..trajectory import Completion
 from .http import Http
@@ -37,7 +37,13 @@ class VLLMClient:
         settings = {"max_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
         choice = await self._complete(text, logprobs=1, settings=settings | {"repetition_penalty": 1.0})
         _completion(choice, self.base_url)
-        return choice["prompt_token_ids"], max(choice["logprobs"]["top_logprobs"][0].values())
+        try:
+            return choice["prompt_token_ids"], max(map(float, choice["logprobs"]["top_logprobs"][0].values()))
+        except (KeyError, TypeError, ValueError) as cause:
+            raise ServerError(
+                f"The server at {self.base_url} answers without prompt ids or top logprobs: {choice!r:.300}. It needs "
+                "vLLM >= 0.10.2."
+            ) from cause
 
     async def close(self) -> None:
         await self._http.close()
@@ -61,7 +67,9 @@ class VLLMClient:
 
 def _completion(choice: dict[str, Any], base_url: str) -> Completion:
     """The choice, checked. The sampled token's logprob is its own field, whatever else was asked for."""
-    token_ids = choice.get("token_ids")
+    token_ids, finish_reason = choice.get("token_ids"), choice.get("finish_reason")
+    if finish_reason not in ("stop", "length"):  # "abort", "error": the completion is not what the model would say
+        raise RequestError(f"{base_url}/v1/completions gave a completion up: finish_reason={finish_reason!r}.")
     if not isinstance(token_ids, list) or not token_ids:
         raise ServerError(
             f"The server at {base_url} returned no token ids ({token_ids!r}), so nothing exact can be trained on. It "
@@ -73,5 +81,4 @@ def _completion(choice: dict[str, Any], base_url: str) -> Completion:
             f"The server at {base_url} returned no logprobs for {len(token_ids)} tokens. Start it with "
             "--max-logprobs -1 (`trl-rollouts serve` does)."
         )
-    finish_reason: Literal["stop", "length"] = "length" if choice.get("finish_reason") == "length" else "stop"
     return Completion(token_ids, [math.nan if lp is None else float(lp) for lp in logprobs], finish_reason)
