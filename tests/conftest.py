@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from hypothesis import HealthCheck, settings
 from servers import OLD_TRL, SMOLLM2, old_trl_server
 from servers import vllm_server as start_vllm_server
+
+# On a busy machine an example may take any time; what is slow belongs in benchmarks.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 SERVER_TEST_TIMEOUT_S = 600  # the first one waits for its server
 

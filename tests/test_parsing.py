@@ -132,12 +132,13 @@ def test_a_thought_that_the_template_opened_or_that_never_closes_is_a_thought() 
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    st.none() | st.booleans() | st.integers() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=8,
 )
 
 
-@given(st.lists(st.dictionaries(st.text(), JSON), min_size=1, max_size=3))
+@given(st.lists(st.dictionaries(st.text(max_size=9), JSON, max_size=3), min_size=1, max_size=3))
 def test_any_arguments_come_back_equal(arguments: list[dict[str, Any]]) -> None:
     text = "\n".join(f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': a})}\n</tool_call>" for a in arguments)
     assert calls(text) == [("f", a) for a in arguments]

@@ -58,6 +58,26 @@ class Setting:
         return min(room, self.client.max_model_len - len(trajectory.prompt_ids) - len(trajectory.completion_ids))
 
 
+async def run_trajectories(
+    prompts: Sequence[Prompt], seeds: Sequence[int], setting: Setting, max_concurrency: int
+) -> list[Trajectory]:
+    """All trajectories, in the prompts' order. One that must stop the run stops the others first."""
+    slots = asyncio.Semaphore(max_concurrency)
+
+    async def run(prompt: Prompt, seed: int) -> Trajectory:
+        async with slots:
+            return await run_trajectory(prompt, seed, setting)
+
+    tasks = [asyncio.create_task(run(prompt, seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
 async def run_trajectory(prompt: Prompt, seed_index: int, setting: Setting) -> Trajectory:
     """One trajectory, ended in every case but one: an infra failure is raised.
 

@@ -11,7 +11,6 @@ TRL repeats each prompt num_generations times before it calls, and may split a g
 groups.
 """
 
-import asyncio
 import logging
 import os
 import threading
@@ -24,7 +23,7 @@ from . import trainer as reading
 from .clients import Client, connect, normal_url
 from .engine import Engine
 from .env import EnvFactory
-from .episode import Prompt, Setting, run_trajectory
+from .episode import Prompt, Setting, run_trajectories
 from .errors import RolloutError, SetupError
 from .metrics import log_figures, mostly_cut
 from .parsing import Parser
@@ -150,7 +149,7 @@ class Rollout:
         )
         step, rank = int(trainer.state.global_step), int(trainer.accelerator.process_index)
         seeds = [hash((step, rank, index)) for index in range(len(prompts))]  # of ints: the same in every process
-        trajectories = self._engine.run(_run_all(prompts, seeds, setting, self._max_concurrency))
+        trajectories = self._engine.run(run_trajectories(prompts, seeds, setting, self._max_concurrency))
         self._report(trainer, trajectories)
         return columns(trajectories, placeholder_id=tokenizer.eos_token_id)
 
@@ -252,26 +251,6 @@ class Rollout:
         if topic not in self._warned:
             self._warned.add(topic)
             logger.warning(message)
-
-
-async def _run_all(
-    prompts: Sequence[Prompt], seeds: Sequence[int], setting: Setting, max_concurrency: int
-) -> list[Trajectory]:
-    """All trajectories, in the prompts' order. One that must stop the run stops the others first."""
-    slots = asyncio.Semaphore(max_concurrency)
-
-    async def run(prompt: Prompt, seed: int) -> Trajectory:
-        async with slots:
-            return await run_trajectory(prompt, seed, setting)
-
-    tasks = [asyncio.create_task(run(prompt, seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 def _check_positive(name: str, value: Any) -> None:
