@@ -72,6 +72,14 @@ def test_a_failed_trajectory_keeps_its_tokens_and_trains_none_of_them() -> None:
     assert batch["env_mask"][1] == [1, 1, 0, 0, 1, 1]
 
 
+def test_an_environment_may_use_its_info_again() -> None:
+    trajectory, info = Trajectory(), {"tool_calls": [{"name": "f"}]}
+    trajectory.append_step(1.0, info)
+    info["tool_calls"].append({"name": "g"})
+    trajectory.append_step(1.0, info)
+    assert [call["name"] for call in trajectory.tool_calls] == ["f", "f", "g"]
+
+
 def test_every_field_is_a_plain_list_with_one_entry_a_row() -> None:
     batch = columns([two_turns(), two_turns()], placeholder_id=0)
     assert {name: (type(values), len(values)) for name, values in batch.items()} == dict.fromkeys(batch, (list, 2))

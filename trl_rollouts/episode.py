@@ -142,8 +142,7 @@ async def _turn(
     trajectory.append_action(action)
     with boundary(EnvError, "env.step failed"), _timed(trajectory, "env_s"):
         step = checked_step(await worker.call(env.step, copy.deepcopy(action)))
-    trajectory.step_rewards.append(step.reward)
-    trajectory.infos.append(step.info)
+    trajectory.append_step(step.reward, step.info)
 
     cut = completion.finish_reason == "length"
     if cut and (step.terminated or setting.room(trajectory) <= 0):
@@ -169,7 +168,7 @@ def _observe(trajectory: Trajectory, messages: list[Message], completion: Comple
         trajectory.end(StopReason.LENGTH)
         return
     trajectory.append_observation(bridge)
-    trajectory.messages += copy.deepcopy(messages)  # an environment may use its dicts again
+    trajectory.messages += copy.deepcopy(messages)  # an environment may use its own again
 
 
 async def _close(env: Env, worker: Worker) -> None:

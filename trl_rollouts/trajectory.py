@@ -111,6 +111,11 @@ class Trajectory:
         self.messages.append(message)
         self.num_messages_kept = len(self.messages)
 
+    def append_step(self, reward: float, info: dict[str, Any]) -> None:
+        """What the environment made of it. `info` and its calls are copied: an environment may use its own again."""
+        self.step_rewards.append(reward)
+        self.infos.append({**info, "tool_calls": list(info["tool_calls"])} if "tool_calls" in info else dict(info))
+
     def append_observation(self, token_ids: list[int]) -> None:
         assert self.completion_ids, "an observation follows a completion"
         self.completion_ids += token_ids
