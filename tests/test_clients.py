@@ -256,6 +256,16 @@ def test_another_server_in_the_config_is_another_connection() -> None:
     assert rows == [[97, END], [98, END]]
 
 
+def test_a_connection_that_was_refused_is_not_replaced_by_an_older_one() -> None:
+    with FakeServer(["a"]) as one, FakeServer(["b"], max_model_len=50) as two:
+        rollout = env_rollout(Once, weight_sync=None)
+        call(rollout, "p", vllm_server_base_url=one.base_url, max_completion_length=64)
+        for _ in range(2):
+            with pytest.raises(SetupError, match="max_model_len=50"):
+                call(rollout, "p", vllm_server_base_url=two.base_url, max_completion_length=64)
+        rollout.close()
+
+
 @pytest.mark.parametrize("fault", [NoTokenIds(), NoLogprobs(), WrongCount(), WrongPromptIds()])
 def test_a_broken_answer_of_trls_server_is_raised_too(fault: Any) -> None:
     with FakeServer(["a"], protocol="trl", faults=[fault]) as server, pytest.raises(ServerError):

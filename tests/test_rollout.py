@@ -25,6 +25,7 @@ from trl_rollouts import (
     SetupError,
     StepResult,
     env_rollout,
+    parse_hermes,
     tool_rollout,
 )
 from trl_rollouts.testing import Reply, ScriptedClient, byte_tokenizer, fake_trainer
@@ -354,8 +355,8 @@ def test_a_trajectory_that_is_stuck_ends_at_its_limit_with_the_turns_it_has() ->
     client = ScriptedClient(lambda prompt: "wait" if prompt.count(START) > 2 else "a")
     batch = roll(env_rollout(Stuck, trajectory_timeout_s=0.5, client=client), ask("p"))
     assert batch["stop_reason"] == ["timeout"]
-    assert batch["completion_ids"][0][-5:] == [*b"wait", END]
-    assert [message["role"] for message in batch["transcript"][0]] == ["user", "assistant", "user", "assistant"]
+    assert batch["completion_ids"] == [[97, END]]
+    assert [message["role"] for message in batch["transcript"][0]] == ["user", "assistant"]
     assert batch["env_reward"] == [1.0]
     assert batch["env_mask"][0][-1] == 1
 
@@ -688,6 +689,17 @@ def test_a_seed_differs_for_every_trajectory_and_turn() -> None:
 def test_arguments_that_cannot_work_are_refused_when_they_are_passed(make: Callable[[], Rollout], said: str) -> None:
     with pytest.raises(SetupError, match=said):
         make()
+
+
+def test_a_template_that_cannot_show_a_tools_answer_is_refused_before_anything_is_sent() -> None:
+    client = ScriptedClient([])
+    trainer = fake_trainer(TOKENIZER)
+    trainer.chat_template = (
+        "{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(SetupError, match="use a template that shows these roles"):
+        tool_rollout([multiply], client=client, parser=parse_hermes)([ask("p")], trainer)
+    assert client.calls == []
 
 
 def test_tools_on_the_trainer_too_are_refused_with_what_to_do() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from contextlib import suppress
 from typing import Any, Literal
 
 import pytest
@@ -112,6 +113,37 @@ def test_a_tool_that_hangs_is_given_up_at_its_limit() -> None:
     assert time.monotonic() - started < 2
     assert content == "Error: sleep took longer than 0.1 seconds and was given up."
     assert record["error"] == "timeout"
+
+
+def test_a_tool_that_catches_its_cancellation_is_given_up_too() -> None:
+    async def stubborn(times: int) -> str:
+        """Go on.
+
+        Args:
+            times: How often.
+        """
+        for _ in range(times):
+            with suppress(BaseException):
+                await asyncio.sleep(0.2)
+        return "late"
+
+    async def turn() -> Any:
+        call = {"function": {"name": "stubborn", "arguments": {"times": 3}}}
+        return await ToolEnv([Tool(stubborn)], timeout_s=0.1).step({"role": "assistant", "tool_calls": [call]})
+
+    started = time.monotonic()
+    loop = asyncio.new_event_loop()
+    result = loop.run_until_complete(turn())
+    assert time.monotonic() - started < 1
+    assert result.info["tool_calls"][0]["error"] == "timeout"
+    loop.run_until_complete(asyncio.sleep(0.8))  # until it is through
+    loop.close()
+
+
+def test_only_so_many_calls_of_a_turn_are_run() -> None:
+    contents, records = step(*[("multiply", {"a": i}) for i in range(100)])
+    assert contents[31:33] == ["62", "Error: only the first 32 calls of a turn are run."]
+    assert [record["error"] for record in records[:33]] == [None] * 32 + ["too_many_calls"]
 
 
 def test_the_calls_of_a_turn_run_at_the_same_time_and_are_answered_in_order() -> None:

@@ -23,12 +23,13 @@ class Engine:
     """Runs coroutines for callers in other threads. Ends with its owner, or with the interpreter."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trl_rollouts", daemon=True)
         self._thread.start()
         self.cleanups: list[Callable[[], Coroutine[Any, Any, None]]] = []
         """Coroutine functions to run on the loop before it stops."""
-        self.close = weakref.finalize(self, _stop, os.getpid(), self._loop, self._thread, self.cleanups)
+        self.close = weakref.finalize(self, _stop, self.pid, self._loop, self._thread, self.cleanups)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. An interruption of the caller (Ctrl-C) cancels it, so open requests are aborted."""

@@ -12,6 +12,7 @@ ends this trajectory, unless it is the run's failure.
 
 import asyncio
 import copy
+import inspect
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -100,7 +101,7 @@ async def run_trajectory(prompt: Prompt, seed_index: int, setting: Setting) -> T
                 await _turn(trajectory, env, worker, parser, seed_index, setting)
     except Exception as error:
         if limit.expired() and trajectory.num_turns:
-            trajectory.end(StopReason.TIMEOUT)
+            trajectory.end_at_finished_turn(StopReason.TIMEOUT)
         elif limit.expired():
             trajectory.fail(EnvError(f"no turn was finished within trajectory_timeout_s={setting.timeout_s:g}"))
         elif is_data(error):
@@ -125,6 +126,8 @@ async def _begin(trajectory: Trajectory, env: Env, worker: Worker, prompt: Promp
     trajectory.prompt_ids = setting.tokenizer.prompt(prompt if isinstance(prompt, str) else messages, tools)
     trajectory.messages = [plain(message) for message in messages]
     check_room(trajectory.prompt_ids, setting.client.max_model_len)
+    if tools and setting.max_turns > 1:
+        setting.tokenizer.prove_tool_answers()
     return tools
 
 
@@ -173,7 +176,8 @@ def _observe(trajectory: Trajectory, messages: list[Message], completion: Comple
 
 async def _close(env: Env, worker: Worker) -> None:
     """Close the environment; a failure to close is worth a line, not a row. One that hangs is not waited for."""
-    timeout_s = 0.0 if worker.num_unfinished else CLOSE_TIMEOUT_S
+    queues = worker.num_unfinished > 0 and not inspect.iscoroutinefunction(env.close)
+    timeout_s = 0.0 if queues else CLOSE_TIMEOUT_S
     try:
         async with asyncio.timeout(timeout_s):
             await worker.call(env.close)

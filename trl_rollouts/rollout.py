@@ -131,8 +131,8 @@ class Rollout:
         tokenizer, sampling = reading.chat_tokenizer(trainer), Sampling.from_config(trainer.args)
         for topic, warning in reading.warnings(trainer, sampling, self._trajectory_timeout_s).items():
             self._warn_once(topic, warning)
-        if self._engine is None:
-            self._engine = Engine()
+        if self._engine is None or self._engine.pid != os.getpid():  # a forked child has no thread of its own
+            self._engine, self._client = Engine(), None
         base_urls = self._urls(trainer)
         client = self._connected(trainer, tokenizer, base_urls)
         self._sync_weights(trainer, base_urls)
@@ -179,7 +179,9 @@ class Rollout:
             return self._given_client
         if self._client is None or self._connected_to != base_urls:
             assert self._engine is not None
-            self._connected_to = base_urls
+            if self._client is not None:
+                self._engine.run(self._client.close())
+                self._client = None
             self._client = self._engine.run(
                 connect(
                     base_urls,
@@ -190,7 +192,8 @@ class Rollout:
                     request_timeout_s=self._request_timeout_s,
                 )
             )
-            self._engine.cleanups.append(self._client.close)
+            self._connected_to = base_urls
+            self._engine.cleanups[:] = [self._client.close]
         return self._client
 
     def _sync_weights(self, trainer: Any, base_urls: list[str]) -> None:
@@ -244,7 +247,12 @@ class Rollout:
                 0
             ].cause
         logger.warning(
-            "%d of %d trajectories failed (%s). The first: %s", len(failed), len(trajectories), counts, failed[0].error
+            "%d of %d trajectories failed (%s). The first: %s",
+            len(failed),
+            len(trajectories),
+            counts,
+            failed[0].error,
+            exc_info=failed[0].cause,
         )
 
     def _warn_once(self, topic: str, message: str) -> None:

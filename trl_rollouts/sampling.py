@@ -51,8 +51,10 @@ class Sampling:
         Raises:
             SetupError: `generation_kwargs` holds `n` or another field that the rollout itself must set.
         """
-        if config.max_completion_length is None:
-            raise SetupError("GRPOConfig.max_completion_length is None; a rollout needs a number of tokens.")
+        if not config.max_completion_length or config.max_completion_length < 1:
+            raise SetupError(
+                f"GRPOConfig.max_completion_length is {config.max_completion_length}; a rollout needs tokens to sample."
+            )
         given = dict(config.generation_kwargs or {})
         if taken := sorted(_OURS & given.keys()):
             raise SetupError(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .errors import PromptTooLongError, TemplateError
+from .errors import PromptTooLongError, SetupError, TemplateError
 from .trajectory import Message
 
 
@@ -155,6 +155,16 @@ class ChatTokenizer:
 
     def _find_end(self, token_ids: list[int]) -> int | None:
         return next((index for index, token_id in enumerate(token_ids) if token_id in self.eos_token_ids), None)
+
+    def prove_tool_answers(self) -> None:
+        """Raises `SetupError` where a tool's answer cannot be shown.
+
+        Found out row by row, it would mask the rows that call a tool and train the others: calls would be unlearned.
+        """
+        try:
+            self._prove_junction([{"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": "."}])
+        except TemplateError as cause:
+            raise SetupError(str(cause)) from cause
 
     def _encode_with_holes(self, text: str, hole: str, literals: list[str]) -> list[int]:
         """`text` with each hole filled by its literal, the text of a special token, encoded as the text it is.

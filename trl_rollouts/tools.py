@@ -20,6 +20,8 @@ from .errors import SetupError
 from .parsing import read_arguments
 from .trajectory import Message
 
+MAX_CALLS_PER_TURN = 32
+
 
 class Tool:
     """A function with its schema and the types of its arguments.
@@ -85,8 +87,8 @@ class ToolEnv:
         timeout_s: time limit of each call, in seconds.
 
     Every call is reported in `info["tool_calls"]` as a dict of `name`, `arguments`, `result` (what the function
-    returned), `error` (None, or one of "parse_error", "unknown_tool", "invalid_arguments", "exception", "timeout"),
-    `content` (what the model is told) and `duration_s`.
+    returned), `error` (None, or one of "parse_error", "unknown_tool", "invalid_arguments", "exception", "timeout",
+    "too_many_calls"), `content` (what the model is told) and `duration_s`.
     """
 
     def __init__(self, tools: Sequence[Tool], *, timeout_s: float) -> None:
@@ -99,7 +101,7 @@ class ToolEnv:
 
     async def step(self, action: Message) -> StepResult:
         calls = action.get("tool_calls") or []
-        records = await asyncio.gather(*(self._run(item) for item in calls))
+        records = await asyncio.gather(*(self._run(index, item) for index, item in enumerate(calls)))
         answers = [
             {
                 "role": "tool",
@@ -114,10 +116,14 @@ class ToolEnv:
     def close(self) -> None:
         pass
 
-    async def _run(self, item: dict[str, Any]) -> dict[str, Any]:
+    async def _run(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
         started = time.monotonic()
         name, arguments = item["function"]["name"], read_arguments(item["function"].get("arguments"))
-        result, error, content = await self._answer(name, arguments, item.get("error"))
+        if index < MAX_CALLS_PER_TURN:
+            result, error, content = await self._answer(name, arguments, item.get("error"))
+        else:
+            result, error = None, "too_many_calls"
+            content = f"Error: only the first {MAX_CALLS_PER_TURN} calls of a turn are run."
         return {
             "name": name,
             "arguments": arguments,
@@ -137,16 +143,26 @@ class ToolEnv:
         bound, problem = tool.bind(arguments)
         if problem is not None:
             return None, "invalid_arguments", f"Error: {problem}"
-        limit = asyncio.timeout(self._timeout_s)
+        task = asyncio.ensure_future(call(tool.function, **bound))
         try:
-            async with limit:
-                result = await call(tool.function, **bound)
-                content = as_text(result)
+            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        finally:
+            task.cancel()  # and not waited for: a tool may catch the cancellation and go on
+        if not done:
+            task.add_done_callback(_forget)
+            return None, "timeout", f"Error: {name} took longer than {self._timeout_s:g} seconds and was given up."
+        try:
+            result = task.result()
+            content = as_text(result)
         except Exception as failure:
-            if limit.expired():  # a TimeoutError can also be the tool's own
-                return None, "timeout", f"Error: {name} took longer than {self._timeout_s:g} seconds and was given up."
             return None, "exception", f"Error: {type(failure).__name__}: {failure}"
         return result, None, content
+
+
+def _forget(task: "asyncio.Future[Any]") -> None:
+    """Takes the late outcome of a tool that was given up, which asyncio would report as never retrieved."""
+    if not task.cancelled():
+        task.exception()
 
 
 def as_text(result: Any) -> str:

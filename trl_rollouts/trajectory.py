@@ -44,7 +44,7 @@ class StopReason(StrEnum):
     LENGTH = "length"
     """The completion was cut, or what follows does not fit: `max_completion_length` or the server's context."""
     TIMEOUT = "timeout"
-    """The trajectory's wall-clock limit passed; the tokens so far are kept."""
+    """The trajectory's wall-clock limit passed; the turns that were finished are kept."""
     ERROR = "error"
     """The trajectory failed. Its tokens are masked and its reward is None."""
 
@@ -76,6 +76,8 @@ class Trajectory:
     """Length of the row up to the end of the last completion: what `end` keeps."""
     num_messages_kept: int = 0
     """The same of the messages."""
+    finished: tuple[int, int] = (0, 0)
+    """Both, up to the last completion that the environment has answered."""
 
     @property
     def num_turns(self) -> int:
@@ -113,6 +115,7 @@ class Trajectory:
 
     def append_step(self, reward: float, info: dict[str, Any]) -> None:
         """What the environment made of it. `info` and its calls are copied: an environment may use its own again."""
+        self.finished = self.num_kept, self.num_messages_kept
         self.step_rewards.append(reward)
         self.infos.append({**info, "tool_calls": list(info["tool_calls"])} if "tool_calls" in info else dict(info))
 
@@ -130,6 +133,11 @@ class Trajectory:
             del self.messages[self.num_messages_kept :]
         self.stop_reason = reason
         self.timings["total_s"] = time.monotonic() - self.started_at
+
+    def end_at_finished_turn(self, reason: StopReason) -> None:
+        """Close the trajectory without the completion that the environment has not answered: nothing rewards it."""
+        self.num_kept, self.num_messages_kept = self.finished
+        self.end(reason)
 
     def fail(self, cause: Exception) -> None:
         """Close the trajectory as failed: tokens so far are kept, and `columns` masks them all."""

@@ -67,8 +67,8 @@ async def _models(http: Http, wait_s: float) -> dict[str, Any] | None:
     while True:
         try:
             status, answer = await http.get("/v1/models")
-            if status == 200 and isinstance(answer, dict) and answer.get("data"):
-                return answer
+            if status == 200 and _lists_models(answer):
+                return answer  # type: ignore[no-any-return]
             trl_status, _ = await http.get("/get_world_size/")
             if status == 404 and trl_status == 200:
                 return None
@@ -100,6 +100,11 @@ def _check_length(max_model_len: int | None, max_completion_length: int, base_ur
             f"max_completion_length={max_completion_length}. Restart it with --max-model-len of at least "
             f"{max_completion_length} plus the longest prompt, or lower GRPOConfig.max_completion_length."
         )
+
+
+def _lists_models(answer: Any) -> bool:
+    data = answer.get("data") if isinstance(answer, dict) else None
+    return isinstance(data, list) and bool(data) and isinstance(data[0], dict) and "id" in data[0]
 
 
 async def _prove_vllm(client: VLLMClient, tokenizer: ChatTokenizer) -> None:

@@ -70,7 +70,7 @@ def _completion(choice: dict[str, Any], base_url: str) -> Completion:
     token_ids, finish_reason = choice.get("token_ids"), choice.get("finish_reason")
     if finish_reason not in ("stop", "length"):  # "abort", "error": the completion is not what the model would say
         raise RequestError(f"{base_url}/v1/completions gave a completion up: finish_reason={finish_reason!r}.")
-    if not isinstance(token_ids, list) or not token_ids:
+    if not isinstance(token_ids, list) or not token_ids or not all(type(token_id) is int for token_id in token_ids):
         raise ServerError(
             f"The server at {base_url} returned no token ids ({token_ids!r}), so nothing exact can be trained on. It "
             "needs vLLM >= 0.10.2 (return_token_ids)."

@@ -89,7 +89,8 @@ class FakeModel:
             temperature = 1.0
         if temperature not in self._log_sums:
             scaled = [self._logit(other) / temperature for other in range(self.vocab_size)]
-            self._log_sums[temperature] = max(scaled) + math.log(sum(math.exp(x - max(scaled)) for x in scaled))
+            top = max(scaled)
+            self._log_sums[temperature] = top + math.log(sum(math.exp(x - top) for x in scaled))
         return self._logit(token_id) / temperature - self._log_sums[temperature]
 
     def likeliest(self, num: int) -> list[int]:
