@@ -53,7 +53,7 @@ class Sampling:
         """
         if not config.max_completion_length or config.max_completion_length < 1:
             raise SetupError(
-                f"GRPOConfig.max_completion_length is {config.max_completion_length}; a rollout needs tokens to sample."
+                f"GRPOConfig.max_completion_length is {config.max_completion_length}; a rollout needs a number."
             )
         given = dict(config.generation_kwargs or {})
         if taken := sorted(_OURS & given.keys()):
