@@ -96,7 +96,7 @@ class ToolEnv:
         self._timeout_s = timeout_s
         self.tools = [tool.schema for tool in tools]
 
-    def reset(self, prompt: list[Message]) -> list[Message]:
+    async def reset(self, prompt: list[Message]) -> list[Message]:
         return prompt
 
     async def step(self, action: Message) -> StepResult:
@@ -113,7 +113,7 @@ class ToolEnv:
         ]
         return StepResult(answers, terminated=not calls, info={"tool_calls": records})
 
-    def close(self) -> None:
+    async def close(self) -> None:
         pass
 
     async def _run(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
@@ -144,12 +144,12 @@ class ToolEnv:
         if problem is not None:
             return None, "invalid_arguments", f"Error: {problem}"
         task = asyncio.ensure_future(call(tool.function, **bound))
+        task.add_done_callback(_forget)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         finally:
             task.cancel()  # and not waited for: a tool may catch the cancellation and go on
         if not done:
-            task.add_done_callback(_forget)
             return None, "timeout", f"Error: {name} took longer than {self._timeout_s:g} seconds and was given up."
         try:
             result = task.result()
