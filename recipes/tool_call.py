@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
 from trl_rollouts import tool_rollout
 
@@ -70,12 +70,17 @@ def tool_reward(
 
 
 def main(task: TaskConfig, args: GRPOConfig, model_config: ModelConfig) -> None:
-    args.model_init_kwargs = {"dtype": model_config.dtype, "attn_implementation": model_config.attn_implementation}
+    args.model_init_kwargs = {
+        "dtype": model_config.dtype,
+        "attn_implementation": model_config.attn_implementation,
+        **(args.model_init_kwargs or {}),
+    }
     trainer = GRPOTrainer(
         model=model_config.model_name_or_path,
         args=args,
         reward_funcs=tool_reward,
         train_dataset=make_dataset(task, seed=args.seed),
+        peft_config=get_peft_config(model_config),
         rollout_func=tool_rollout([multiply], max_turns=task.max_turns, transcript_dir=task.transcript_dir),
     )
     trainer.train()

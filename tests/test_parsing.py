@@ -126,6 +126,12 @@ def test_the_tag_of_a_thought_inside_an_argument_belongs_to_the_argument(text: s
     assert calls(text) == [("f", {"s": "</think>"})]
 
 
+def test_a_call_in_a_thought_that_the_template_opened_is_not_made() -> None:
+    text = 'Maybe <tool_call>{"name": "drop", "arguments": {}}</tool_call>? No.\n</think>\n\nI will not.'
+    assert parse_hermes(text)["content"] == "I will not."
+    assert calls(text) == []
+
+
 def test_a_thought_that_the_template_opened_or_that_never_closes_is_a_thought() -> None:
     assert parse_plain("hm\n</think>\n\nYes.") == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
     assert parse_plain("<think>\nhm") == {"role": "assistant", "content": "", "reasoning_content": "hm"}

@@ -4,6 +4,7 @@ The byte tokenizer's ids are bytes; 257 is <|im_start|>, 258 <|im_end|>, 261 and
 """
 
 import asyncio
+import importlib.util
 import itertools
 import logging
 import math
@@ -11,6 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,7 +193,10 @@ def test_sampled_ids_are_never_encoded_again() -> None:
 
 def test_thoughts_of_earlier_turns_are_kept_under_a_template_that_drops_them() -> None:
     client = ScriptedClient(["<think>\none\n</think>\n\na", "<think>\ntwo\n</think>\n\nb", "stop"])
-    batch = roll(env_rollout(Echo, client=client), ask("p"))
+    trainer = fake_trainer(TOKENIZER)
+    templates = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"  # type: ignore[union-attr, index]
+    trainer.chat_template = (templates / "qwen3.jinja").read_text()
+    batch = env_rollout(Echo, client=client)([ask("p")], trainer)
     contexts = [context for context, _ in client.calls]
     for earlier, later in itertools.pairwise(contexts):
         assert later[: len(earlier)] == earlier
@@ -760,3 +767,50 @@ def test_a_server_that_trl_does_not_sync_is_refused_and_its_own_is_known_by_any_
             rollout._sync_weights(trainer, rollout._urls(trainer))
     else:
         rollout._sync_weights(trainer, rollout._urls(trainer))
+
+
+def test_the_templates_arguments_and_the_models_ends_of_turn_come_from_the_trainer() -> None:
+    trainer = fake_trainer(TOKENIZER, chat_template_kwargs={"enable_thinking": False})
+    trainer.model.generation_config.eos_token_id = [END, 256]
+    client = ScriptedClient([[97, 256], "stop"])
+    batch = env_rollout(Echo, client=client)([ask("p")], trainer)
+    assert batch["prompt_ids"][0][-6:] == [259, 10, 10, 260, 10, 10]
+    assert batch["transcript"][0][1]["content"] == "a"
+
+
+def test_a_dataset_column_with_the_name_of_a_field_is_refused() -> None:
+    trainer = fake_trainer(TOKENIZER)
+    trainer.train_dataset = SimpleNamespace(column_names=["prompt", "tool_calls"])
+    with pytest.raises(SetupError, match=r"columns \['tool_calls'\].*Rename them"):
+        env_rollout(Echo, client=ScriptedClient([]))([ask("p")], trainer)
+
+
+def test_an_environment_without_a_method_is_refused() -> None:
+    class Endless:
+        def reset(self, prompt: list[Message]) -> list[Message]:
+            return prompt
+
+    with pytest.raises(SetupError, match="Endless has no method step, close"):
+        roll(env_rollout(Endless, client=ScriptedClient([])), ask("p"))  # type: ignore[arg-type]
+
+
+def test_an_observation_that_is_no_text_is_a_sentence() -> None:
+    class Number(Echo):
+        def step(self, action: Message) -> StepResult:
+            return StepResult([{"role": "user", "content": 5}])
+
+    with pytest.raises(RolloutError, match="a text as content"):
+        roll(env_rollout(Number, client=ScriptedClient(["a"])), ask("p"))
+
+
+def test_a_step_that_catches_its_cancellation_does_not_outlive_the_limit() -> None:
+    class Stubborn(Echo):
+        async def step(self, action: Message) -> StepResult:  # type: ignore[override]
+            with suppress(BaseException):
+                await asyncio.sleep(1)
+            return super().step(action)
+
+    started = time.monotonic()
+    rollout = env_rollout(Stubborn, trajectory_timeout_s=0.3, client=ScriptedClient(lambda prompt: "a"))
+    assert roll(rollout, ask("p"))["stop_reason"] == ["timeout"]
+    assert time.monotonic() - started < 2

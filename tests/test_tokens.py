@@ -197,7 +197,7 @@ def test_a_template_that_leaves_out_any_message_of_an_observation_is_refused(tem
 
 @pytest.mark.parametrize("template", ["smolvlm", "idefics3", "llava_next"])
 def test_a_template_that_skips_the_text_of_the_prompt_is_refused(template: str) -> None:
-    with pytest.raises(TemplateError, match="does not show the user message 'hello'"):
+    with pytest.raises(TemplateError, match="does not show the text of user messages"):
         chat(template).prompt([{"role": "user", "content": "hello"}])
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .parsing import parse_hermes
     from .rollout import Rollout, RolloutOptions, env_rollout, tool_rollout
     from .sampling import Sampling
+    from .tokens import ChatTokenizer
     from .trajectory import Completion, Message, StopReason, Trajectory
     from .transcripts import read_transcripts
     from .weights import CheckpointSync
@@ -50,6 +51,7 @@ _HOMES = {
     "parsing": ("parse_hermes",),
     "rollout": ("Rollout", "RolloutOptions", "env_rollout", "tool_rollout"),
     "sampling": ("Sampling",),
+    "tokens": ("ChatTokenizer",),
     "trajectory": ("Completion", "Message", "StopReason", "Trajectory"),
     "transcripts": ("read_transcripts",),
     "weights": ("CheckpointSync",),
@@ -72,6 +74,7 @@ __all__ = [  # noqa: RUF022 (in the order of a first reading; a test holds that 
     "Completion",
     "Client",
     "connect",
+    "ChatTokenizer",
     "parse_hermes",
     "CheckpointSync",
     "read_transcripts",

@@ -42,7 +42,10 @@ class StepResult:
 
     def check_messages(self) -> None:
         if not _are_messages(self.messages):
-            raise ValueError(f"StepResult.messages must be messages (dicts with a role), not {self.messages!r:.200}.")
+            raise ValueError(
+                "StepResult.messages must be messages (dicts with a role, and a text as content), not "
+                f"{self.messages!r:.200}."
+            )
         if any(message["role"] == "assistant" for message in self.messages):
             raise ValueError('StepResult.messages has a message with role "assistant"; only the model speaks as that.')
 
@@ -193,12 +196,18 @@ def checked_step(result: Any) -> StepResult:
 def checked_opening(messages: Any) -> list[Message]:
     """What `env.reset` returned, or `EnvError` with what is wrong with it."""
     if not messages or not _are_messages(messages):
-        raise EnvError(f"env.reset must return the opening messages (dicts with a role), not {messages!r:.200}.")
+        raise EnvError(
+            "env.reset must return the opening messages (dicts with a role, and a text as content), not "
+            f"{messages!r:.200}."
+        )
     return list(messages)
 
 
 def _are_messages(messages: Any) -> bool:
-    return isinstance(messages, list) and all(isinstance(item, dict) and "role" in item for item in messages)
+    return isinstance(messages, list) and all(
+        isinstance(item, dict) and "role" in item and isinstance(item.get("content"), str | list | None)
+        for item in messages
+    )
 
 
 def with_task(dataset: Any, columns: Sequence[str]) -> Any:
@@ -214,6 +223,8 @@ def with_task(dataset: Any, columns: Sequence[str]) -> Any:
     Raises:
         ValueError: a column is missing, or prompts are strings.
     """
+    if isinstance(columns, str):
+        raise ValueError(f"with_task: columns is a list of names, such as [{columns!r}], not a text.")
     if missing := [name for name in ("prompt", *columns) if name not in dataset.column_names]:
         raise ValueError(f"with_task: the dataset has no column {missing}; it has {dataset.column_names}.")
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from .clients import Client
 from .env import Env, EnvFactory, Worker, checked_opening, checked_step, exits_as_errors
-from .errors import EnvError, boundary, is_data
+from .errors import EnvError, SetupError, boundary, is_data
 from .parsing import Parser, find_parser, parse_plain
 from .sampling import Sampling
 from .tokens import ChatTokenizer, check_room, plain
@@ -95,9 +95,13 @@ async def run_trajectory(prompt: Prompt, seed_index: int, setting: Setting) -> T
         async with limit:
             with boundary(EnvError, "the environment could not be made"):
                 env = await worker.call(setting.env_factory)
+            if missing := [name for name in ("reset", "step", "close") if not callable(getattr(env, name, None))]:
+                raise SetupError(f"The environment {type(env).__name__} has no method {', '.join(missing)}; see Env.")
             tools = await _begin(trajectory, env, worker, prompt, setting)
             parser = setting.parser or (find_parser(setting.tokenizer) if tools else parse_plain)
             while trajectory.stop_reason is None:
+                if asyncio.get_running_loop().time() >= (limit.when() or 0.0):  # a step caught its cancellation
+                    raise TimeoutError
                 await _turn(trajectory, env, worker, parser, seed_index, setting)
     except Exception as error:
         if limit.expired() and trajectory.num_turns:

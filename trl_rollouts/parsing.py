@@ -70,16 +70,21 @@ def parse_hermes(text: str) -> Message:
 def _split_reasoning(text: str) -> tuple[str | None, str]:
     """Thoughts and the rest.
 
-    Where a template opened `<think>` in the prompt, a closing tag alone ends the thoughts; one behind the beginning of
-    a call belongs to the call.
+    Where a template opened `<think>` in the prompt, a closing tag alone ends the thoughts, but not one within a call.
     """
     before, closed, after = text.partition("</think>")
     opened = text.lstrip().startswith("<think>")
-    if closed and (opened or not (_OPEN in before or before.lstrip().startswith(("{", "```")))):
+    if closed and (opened or not _is_inside_call(text, len(before))):
         return before.lstrip().removeprefix("<think>").strip("\n"), after.lstrip("\n")
     if opened:
         return text.lstrip().removeprefix("<think>").strip("\n"), ""
     return None, text
+
+
+def _is_inside_call(text: str, position: int) -> bool:
+    """Whether `position` lies in the JSON of a call that begins before it."""
+    starts = [match.end() for match in re.finditer(f"{_OPEN}|{_FENCE.pattern}", text[:position])] or [0]
+    return any((_decode(text, start)[1] or 0) > position for start in starts)
 
 
 def _tagged(content: str) -> Iterator[Any]:

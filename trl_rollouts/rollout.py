@@ -43,8 +43,7 @@ class RolloutOptions(TypedDict, total=False):
     """What every rollout takes besides its own arguments. Sampling is not among them: it is `GRPOConfig`'s."""
 
     base_url: str | Sequence[str] | None
-    """The vLLM server, or several that serve the same model. By default the one that the trainer is configured "
-    "with."""
+    """The vLLM server, or several that serve the same model. By default, the one in the trainer's config."""
     client: Client | None
     """Samples in place of a server, such as `trl_rollouts.testing.ScriptedClient`."""
     parser: Parser | None
@@ -222,17 +221,17 @@ class Rollout:
                 mode=mode,
                 rank=int(trainer.accelerator.process_index),
             )
-        self._raise_without_survivors(trajectories, alone=mode == "train" and trainer.accelerator.num_processes == 1)
+        self._raise_without_survivors(trajectories, whole=reading.is_whole_update(trainer))
         if trajectories:
             log_figures(trainer, trajectories, mode)
         if warning := mostly_cut(trajectories, trainer.args.max_completion_length):
             self._warn_once("length", warning)
 
-    def _raise_without_survivors(self, trajectories: Sequence[Trajectory], *, alone: bool) -> None:
+    def _raise_without_survivors(self, trajectories: Sequence[Trajectory], *, whole: bool) -> None:
         """Raise where all trajectories failed and nothing says that this was chance.
 
         A process of several, or an evaluation, may be handed a single prompt at a time: there, one failure is a failed
-        row, and only a run of them is the run's. `alone`: these are all the rows of an update.
+        row, and only a run of them is the run's. `whole`: an update cannot do without these rows.
         """
         failed = [trajectory for trajectory in trajectories if trajectory.stop_reason is StopReason.ERROR]
         all_failed = len(failed) == len(trajectories)
@@ -241,8 +240,8 @@ class Rollout:
             return
         kinds = Counter(type(trajectory.cause).__name__ for trajectory in failed)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        if all_failed and (alone or self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW):
-            which = f"All {len(failed)}" if alone else f"The last {self._num_failed_in_a_row}"
+        if all_failed and (whole or self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW):
+            which = f"All {len(failed)}" if whole else f"The last {self._num_failed_in_a_row}"
             raise RolloutError(f"{which} trajectories failed ({counts}). The first: {failed[0].error}") from failed[
                 0
             ].cause

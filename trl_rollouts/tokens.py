@@ -42,6 +42,7 @@ class ChatTokenizer:
             raise TemplateError("The tokenizer has no eos_token, so no turn can end. Set tokenizer.eos_token.")
         self.eos_token_id: int = self._tokenizer.eos_token_id
         self.eos_token_ids = frozenset({self.eos_token_id, *eos_token_ids})
+        self._shown: set[str] = set()
         self._proved: set[tuple[str, ...]] = set()
         added = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         special = sorted(added | set(self._tokenizer.all_special_tokens), key=len, reverse=True)
@@ -76,7 +77,7 @@ class ChatTokenizer:
         else:
             text = self._render(messages, tools=list(tools) or None)
             bare = self._render(messages) if tools else ""
-            self._check_shown(messages, text)
+            self._check_shown(messages)
         names = [tool["function"]["name"] for tool in tools]
         hidden = [name for name in names if text.count(name) <= (0 if isinstance(messages, str) else bare.count(name))]
         if hidden:
@@ -89,14 +90,14 @@ class ChatTokenizer:
             raise TemplateError("The prompt is empty.")
         return token_ids
 
-    def _check_shown(self, messages: list[Message], text: str) -> None:
+    def _check_shown(self, messages: list[Message]) -> None:
         """Some templates know content only as a list of parts, and skip a text without a word."""
-        for message in messages:
-            if message["role"] in ("user", "system") and _text(message).strip() not in text:
-                raise TemplateError(
-                    f"The chat template does not show the {message['role']} message {_text(message)[:80]!r} to the "
-                    "model."
-                )
+        for role in {message["role"] for message in messages} & {"user", "system"} - self._shown:
+            probe = {"role": role, "content": "SHOWNtext"}
+            after = [{"role": "user", "content": "."}] if role == "system" else []
+            if "SHOWNtext" not in self._render([probe, *after]):
+                raise TemplateError(f"The chat template does not show the text of {role} messages to the model.")
+            self._shown.add(role)
         if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
             raise TemplateError("The prompt ends with a tool call of the assistant's. Add its answer, or take it out.")
 

