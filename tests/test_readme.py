@@ -28,3 +28,9 @@ def test_the_environment_example_plays() -> None:
     batch = env_rollout(names["GuessNumber"], max_turns=6, client=client)([prompt], fake_trainer(byte_tokenizer()))
     assert [m["content"] for m in batch["transcript"][0]] == ["Guess.", "I say 3", "higher", "then 9", "lower", "7!"]
     assert batch["env_reward"] == [1.0]
+
+
+def test_the_reward_example_scores_answers_and_leaves_failed_rows_out() -> None:
+    reward = run("def right_answer", {})["right_answer"]
+    transcript = [[{"content": "It is 42."}], [{"content": "No."}], []]
+    assert reward(transcript=transcript, answer=[42, 42, 42], rollout_error=[None, None, "lost"]) == [1.0, 0.0, None]
