@@ -33,6 +33,7 @@ from trl_rollouts import (
     tool_rollout,
 )
 from trl_rollouts.testing import Reply, ScriptedClient, byte_tokenizer, fake_trainer
+from trl_rollouts.tokens import ChatTokenizer
 
 TOKENIZER = byte_tokenizer()
 START, END = 257, 258
@@ -203,6 +204,21 @@ def test_thoughts_of_earlier_turns_are_kept_under_a_template_that_drops_them() -
     text = TOKENIZER.decode(batch["completion_ids"][0])
     assert [text.count(part) for part in ("one", "two", "stop")] == [1, 1, 1]
     assert batch["transcript"][0][1] == {"role": "assistant", "content": "a", "reasoning_content": "one"}
+
+
+def test_what_a_turn_encodes_depends_on_its_new_messages_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_chars: list[int] = []
+    encode = ChatTokenizer.encode
+
+    def counted(self: ChatTokenizer, text: str, **kwargs: Any) -> list[int]:
+        num_chars.append(len(text))
+        return encode(self, text, **kwargs)
+
+    monkeypatch.setattr(ChatTokenizer, "encode", counted)
+    roll(env_rollout(Echo, max_turns=9, client=ScriptedClient(["a"] * 9)), ask("p"))
+    tail = "<|im_end|>\n<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n"
+    assert num_chars[-8:] == [len(tail)] * 8
+    assert len(num_chars) == 10  # with the prompt, and the proof of the template
 
 
 def test_a_turn_that_a_limit_of_its_own_cut_gets_one_end_that_is_not_trained() -> None:
@@ -677,6 +693,29 @@ def test_a_seed_differs_for_every_trajectory_and_turn() -> None:
     client = ScriptedClient(lambda prompt: "stop" if prompt.count(START) > 2 else "a")
     roll(env_rollout(Echo, client=client), ask("p"), ask("p"), generation_kwargs={"seed": 1})
     assert len({sampling.seed for _, sampling in client.calls}) == 4
+
+
+def test_a_seed_differs_from_step_to_step_and_from_process_to_process() -> None:
+    client = ScriptedClient(lambda prompt: "stop")
+    rollout = env_rollout(Echo, client=client)
+    for step, rank in ((0, 0), (1, 0), (0, 1)):
+        trainer = fake_trainer(TOKENIZER, generation_kwargs={"seed": 1})
+        trainer.state.global_step, trainer.accelerator.process_index = step, rank
+        rollout([ask("p")], trainer)
+    assert len({sampling.seed for _, sampling in client.calls}) == 3
+
+
+def test_a_trajectory_that_may_outlast_the_other_processes_patience_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = fake_trainer(TOKENIZER, ddp_timeout=1800)
+    trainer.accelerator.num_processes = 2
+    for limit_s in (1500.0, 1800.0):
+        caplog.clear()
+        rollout = env_rollout(Echo, client=ScriptedClient(["stop"]), trajectory_timeout_s=limit_s)
+        with caplog.at_level(logging.WARNING):
+            rollout([ask("p")], trainer)
+        assert ("is not below ddp_timeout=1800" in caplog.text) is (limit_s == 1800.0)
 
 
 @pytest.mark.parametrize(

@@ -155,19 +155,6 @@ def test_the_marker_of_the_dummy_turn_may_stand_in_an_observation() -> None:
     ]  # fmt: skip
 
 
-def test_the_cost_of_a_bridge_depends_on_the_new_messages_only() -> None:
-    tokenizer = chat()
-    encoded: list[int] = []
-    inner = tokenizer.encode
-    tokenizer.encode = lambda text, **kwargs: encoded.append(len(text)) or inner(text, **kwargs)  # type: ignore[method-assign, func-returns-value]
-    tokenizer.bridge([TOOL], last_id=END)  # proves the template, once
-    encoded.clear()
-    for _ in range(8):
-        tokenizer.bridge([TOOL], last_id=END)
-    assert len(encoded) == 8
-    assert len(set(encoded)) == 1
-
-
 def test_a_template_without_an_end_of_turn_is_refused_with_what_was_looked_for() -> None:
     endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(TemplateError, match=r"ids that end a turn are \[258\]"):

@@ -242,9 +242,8 @@ class Rollout:
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         if all_failed and (whole or self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW):
             which = f"All {len(failed)}" if whole else f"The last {self._num_failed_in_a_row}"
-            raise RolloutError(f"{which} trajectories failed ({counts}). The first: {failed[0].error}") from failed[
-                0
-            ].cause
+            message = f"{which} trajectories failed ({counts}). The first: {failed[0].error}"
+            raise RolloutError(message) from failed[0].cause
         logger.warning(
             "%d of %d trajectories failed (%s). The first: %s",
             len(failed),

@@ -73,9 +73,8 @@ class CheckpointSync:
         _save(trainer.accelerator.unwrap_model(trainer.model), state_dict, step)
         for base_url in base_urls:
             _reload(base_url, step)
-        for old in folder.glob(
-            f"{PREFIX}*"
-        ):  # what the servers no longer need, and what a killed run left half-written
+        # What the servers no longer need, and what a killed run left half-written.
+        for old in folder.glob(f"{PREFIX}*"):
             if old != step:
                 shutil.rmtree(old, ignore_errors=True)
 
