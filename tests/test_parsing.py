@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_rollouts import SetupError
-from trl_rollouts.parsing import find_parser, parse_hermes, parse_plain
+from trl_rollouts.parsing import find_format, parse_hermes, parse_plain
 from trl_rollouts.testing import byte_tokenizer
 from trl_rollouts.tokens import ChatTokenizer
 
@@ -165,13 +165,32 @@ def template(name: str) -> ChatTokenizer:
     return ChatTokenizer(byte_tokenizer(), chat_template=(TEMPLATES / f"{name}.jinja").read_text())
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"])
-def test_the_parser_is_found_by_reading_a_call_back_from_the_template(name: str) -> None:
-    assert find_parser(ChatTokenizer(byte_tokenizer())) is parse_hermes
-    assert find_parser(template(name)) is parse_hermes
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen2_5", "hermes"),
+        ("qwen3", "hermes"),
+        ("qwen3_instruct_2507", "hermes"),
+        ("qwen3_vl", "hermes"),
+        ("qwen3_5_think", "qwen3-coder"),
+        ("nemotron_3_nano", "qwen3-coder"),
+        ("glm4moe", "glm"),
+        ("llama3_1", "llama3"),
+        ("deepseekv3", "deepseek-v3"),
+        ("gptoss", "gpt-oss"),
+        ("gemma4", "gemma"),
+        ("lfm2_2_5", "lfm2"),
+    ],
+)
+def test_the_format_is_found_by_reading_a_call_back_from_the_template(name: str, expected: str) -> None:
+    assert find_format(template(name)).name == expected
 
 
-@pytest.mark.parametrize("name", ["glm4moe", "qwen3_5_think", "llama3_1", "gemma3", "deepseekv3", "nemotron_3_nano"])
-def test_a_template_with_another_format_is_refused(name: str) -> None:
+def test_the_format_of_the_test_tokenizer_is_found() -> None:
+    assert find_format(ChatTokenizer(byte_tokenizer())).name == "hermes"
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama3", "phi3", "cohere", "qwen2_5_vl", "smolvlm"])
+def test_a_template_without_a_known_format_is_refused(name: str) -> None:
     with pytest.raises(SetupError, match="Pass parser="):
-        find_parser(template(name))
+        find_format(template(name))

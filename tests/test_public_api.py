@@ -16,7 +16,7 @@ HEAVY = {"torch", "trl", "vllm", "transformers", "datasets", "accelerate", "aioh
 LAYERS = [
     {"errors", "trajectory", "engine"},
     {"env", "sampling", "transcripts", "metrics", "serving"},
-    {"tokens", "parsing"},
+    {"bridging", "tokens", "parsing"},
     {"clients"},
     {"tools", "weights", "episode", "trainer"},
     {"rollout"},

@@ -183,9 +183,14 @@ def test_a_template_that_leaves_out_any_message_of_an_observation_is_refused(tem
 
 
 @pytest.mark.parametrize("template", ["smolvlm", "idefics3", "llava_next"])
-def test_a_template_that_skips_the_text_of_the_prompt_is_refused(template: str) -> None:
+def test_a_template_that_knows_content_only_in_parts_gets_parts(template: str) -> None:
+    assert "hello" in chat(template).render([{"role": "user", "content": "hello"}])
+
+
+def test_a_template_that_skips_the_text_of_a_role_is_refused() -> None:
+    deaf = "{% for m in messages if m.role == 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(TemplateError, match="does not show the text of user messages"):
-        chat(template).prompt([{"role": "user", "content": "hello"}])
+        ChatTokenizer(byte_tokenizer(), chat_template=deaf).prompt([USER])
 
 
 def test_a_tool_that_only_the_question_names_is_hidden() -> None:
@@ -197,8 +202,22 @@ def test_a_tool_that_only_the_question_names_is_hidden() -> None:
         )
 
 
-def test_a_turn_that_another_terminator_ended_keeps_it_and_gets_the_templates_own() -> None:
-    assert chat(eos_token_ids=[256]).bridge([USER], last_id=256)[0] == END
+def test_a_turn_that_another_eos_of_the_model_ended_gets_no_second_end() -> None:
+    assert chat(eos_token_ids=[256]).bridge([USER], last_id=256) == chat().bridge([USER], last_id=END)
+
+
+def test_an_end_that_opens_the_next_message_is_kept_behind_another_eos_of_the_model() -> None:
+    opens = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"  # as GLM does: nothing closes a turn
+    bridge = ChatTokenizer(byte_tokenizer(), chat_template=opens, eos_token_ids=[START, END]).bridge
+    assert bridge([USER], last_id=START) == [*spelled("hi")]
+    assert bridge([USER], last_id=END) == [START, *spelled("hi")]
+
+
+def test_an_end_that_the_model_never_samples_is_found_and_not_added_to_its_own() -> None:
+    returns = "{% for m in messages %}<|im_start|>{{ m.content }}<|endoftext|>{% endfor %}"  # as gpt-oss's <|end|>
+    bridge = ChatTokenizer(byte_tokenizer(), chat_template=returns).bridge
+    assert bridge([USER], last_id=END) == [START, *spelled("hi"), 256]
+    assert bridge([USER], last_id=97) == [256, START, *spelled("hi"), 256]
 
 
 def test_a_prompt_that_is_empty_or_ends_in_a_call_is_refused() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from .clients import Client
 from .env import Env, EnvFactory, Worker, checked_opening, checked_step, exits_as_errors
 from .errors import EnvError, SetupError, boundary, is_data
-from .parsing import Parser, find_parser, parse_plain
+from .parsing import Parser, find_parser
 from .sampling import Sampling
 from .tokens import ChatTokenizer, check_room, plain
 from .trajectory import Completion, Message, StopReason, Trajectory
@@ -98,7 +98,7 @@ async def run_trajectory(prompt: Prompt, seed_index: int, setting: Setting) -> T
             if missing := [name for name in ("reset", "step", "close") if not callable(getattr(env, name, None))]:
                 raise SetupError(f"The environment {type(env).__name__} has no method {', '.join(missing)}; see Env.")
             tools = await _begin(trajectory, env, worker, prompt, setting)
-            parser = setting.parser or (find_parser(setting.tokenizer) if tools else parse_plain)
+            parser = setting.parser or find_parser(setting.tokenizer, tools)
             while trajectory.stop_reason is None:
                 if asyncio.get_running_loop().time() >= (limit.when() or 0.0):  # a step caught its cancellation
                     raise TimeoutError

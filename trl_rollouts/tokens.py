@@ -1,20 +1,18 @@
-"""The one place where text becomes token ids: a prompt, once, and each observation as it comes.
+"""The one place where text becomes token ids: a prompt, once, and each observation as it comes (`bridging`).
 
-Sampled ids never pass through here on their way to the trainer. A prompt is rendered by the tokenizer's chat template;
-an observation is *bridged*: the template renders it behind a short dummy assistant turn, and the part from that turn's
-end on is encoded and appended to the sampled ids. So the work of a turn depends on its new messages only, and
-templates that rewrite earlier turns (Qwen3 drops past thoughts) cannot touch what was sampled.
-
-TRL bridges by the difference of two such renders (`GRPOTrainer._get_tool_suffix_ids`), which needs a template whose
-assistant turn looks the same when it is the last one. A marker inside the dummy turn does without the second render.
+Sampled ids never pass through here on their way to the trainer.
 """
 
-import re
+import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
+from .bridging import Bridge, alternatives, message_text
 from .errors import PromptTooLongError, SetupError, TemplateError
 from .trajectory import Message
+
+_SHOWN = "SHOWNtext"
 
 
 class ChatTokenizer:
@@ -43,10 +41,13 @@ class ChatTokenizer:
         self.eos_token_id: int = self._tokenizer.eos_token_id
         self.eos_token_ids = frozenset({self.eos_token_id, *eos_token_ids})
         self._shown: set[str] = set()
-        self._proved: set[tuple[str, ...]] = set()
-        added = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-        special = sorted(added | set(self._tokenizer.all_special_tokens), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, special)))
+        self._bridge = Bridge(self)
+        added = self._tokenizer.added_tokens_decoder
+        self.special_ids = frozenset({*self.eos_token_ids, *(i for i, token in added.items() if token.special)})
+        in_template = str(self.chat_template)
+        control = {t.content for t in added.values() if t.special or (t.content.strip() and t.content in in_template)}
+        self.control_words = alternatives(control | set(self._tokenizer.all_special_tokens))
+        """Matches the text of a token that means something to the model beyond its text."""
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """`text` as ids. With `special_tokens`, as the tokenizer wraps a whole text (a BOS that the text does not
@@ -57,6 +58,33 @@ class ChatTokenizer:
         text = text.encode(errors="replace").decode()  # JSON can hold half of a surrogate pair, which has no encoding
         return list(self._tokenizer(text, add_special_tokens=wrap)["input_ids"])
 
+    def encode_words(self, text: str) -> list[int]:
+        """`text` as the words it spells, where `encode` would make a control token of it."""
+        ids = self._encode_inside(text, split_special_tokens=True)
+        if any(self.control_words.search(self.decode_one(token_id)) for token_id in ids):
+            # That splits none but special tokens. No token begins in the middle of another one.
+            ids = self._encode_inside(text[:1]) + self._encode_inside(text[1:])
+        return ids
+
+    def encode_rest(self, text: str) -> list[int]:
+        """`text` as it continues another text: SentencePiece puts a space before the first word of a whole one."""
+        return self._encode_inside(text)
+
+    def _encode_inside(self, text: str, **kwargs: Any) -> list[int]:
+        def encode(text: str) -> list[int]:
+            return list(self._tokenizer(text, add_special_tokens=False, **kwargs)["input_ids"])
+
+        if not self._adds_space:
+            return encode(text)
+        before = encode("\n")  # a byte token in SentencePiece's vocabularies: it merges with nothing
+        whole = encode("\n" + text)
+        assert whole[: len(before)] == before, "the newline has merged with the text"
+        return whole[len(before) :]
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        return str(self._tokenizer.decode(2 * self.encode("a"))) != "aa"
+
     def decode(self, token_ids: list[int]) -> str:
         """A completion's text, without the token that ended the turn, and nothing else removed or tidied."""
         num = len(token_ids)
@@ -65,6 +93,9 @@ class ChatTokenizer:
         return str(
             self._tokenizer.decode(token_ids[:num], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
+
+    def decode_one(self, token_id: int) -> str:
+        return str(self._tokenizer.decode([token_id]))
 
     def prompt(self, messages: str | list[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The ids of a conversation that the model is to continue. A string is taken as rendered already.
@@ -75,8 +106,8 @@ class ChatTokenizer:
         if isinstance(messages, str):
             text = bare = messages
         else:
-            text = self._render(messages, tools=list(tools) or None)
-            bare = self._render(messages) if tools else ""
+            text = self.render(messages, tools=list(tools) or None)
+            bare = self.render(messages) if tools else ""
             self._check_shown(messages)
         names = [tool["function"]["name"] for tool in tools]
         hidden = [name for name in names if text.count(name) <= (0 if isinstance(messages, str) else bare.count(name))]
@@ -91,71 +122,38 @@ class ChatTokenizer:
         return token_ids
 
     def _check_shown(self, messages: list[Message]) -> None:
-        """Some templates know content only as a list of parts, and skip a text without a word."""
+        """Some templates skip a role without a word."""
         for role in {message["role"] for message in messages} & {"user", "system"} - self._shown:
-            probe = {"role": role, "content": "SHOWNtext"}
+            probe = {"role": role, "content": _SHOWN}
             after = [{"role": "user", "content": "."}] if role == "system" else []
-            if "SHOWNtext" not in self._render([probe, *after]):
+            if _SHOWN not in self.render([probe, *after]):
                 raise TemplateError(f"The chat template does not show the text of {role} messages to the model.")
             self._shown.add(role)
         if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
             raise TemplateError("The prompt ends with a tool call of the assistant's. Add its answer, or take it out.")
 
-    def render_call(self, function: dict[str, Any]) -> str:
-        """A conversation in which the assistant calls `function`, a dict of `name` and `arguments`."""
-        call = {"id": "call00000", "type": "function", "function": function}
-        answer = {"role": "tool", "tool_call_id": "call00000", "name": function["name"], "content": "."}
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return self._render([{"role": "user", "content": "."}, turn, answer])
-
-    def bridge(self, observation: list[Message], *, last_id: int) -> list[int]:
-        """The ids that lead from a completion to the model's next turn.
-
-        Args:
-            observation: the messages to show, never the assistant's.
-            last_id: the completion's last id. Where it is the one that the template ends a turn with, that id is not
-                added again.
+    def written_calls(self, functions: Sequence[dict[str, Any]], call_ids: Sequence[str]) -> str:
+        """A turn in which the assistant calls `functions`, dicts of `name` and `arguments`, as the template writes it.
 
         Raises:
-            TemplateError: the template fails on these messages, leaves one out, or does not end the assistant's turn.
+            TemplateError: the template fails on it.
         """
-        marker, hole = _absent("ENDofTHEturn", observation), _absent("SPECIALtoken", observation)
-        shown = [{**message, "content": self._special.sub(hole, _text(message))} for message in observation]
-        self._prove_junction(shown)
-        tail = self._after_turn(marker, shown)
-        ids = self._encode_with_holes(tail, hole, [t for m in observation for t in self._special.findall(_text(m))])
-        end = self._find_end(ids)
-        assert end is not None, "the junction was proved"
-        return ids[end + 1 :] if ids[end] == last_id else ids[end:]
+        pairs = list(zip(functions, call_ids, strict=True))
+        calls = [{"id": call_id, "type": "function", "function": function} for function, call_id in pairs]
+        answers = [
+            {"role": "tool", "tool_call_id": call_id, "name": function["name"], "content": "."}
+            for function, call_id in pairs
+        ]
+        question = {"role": "user", "content": "."}
+        before = self.encode(self.render([question]))
+        ids = self.encode(self.render([question, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]))
+        start = next((i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), len(before))
+        end = next((i for i, token_id in enumerate(ids[start:], start) if token_id in self.eos_token_ids), len(ids))
+        return self.decode(ids[start:end])
 
-    def _prove_junction(self, observation: list[Message]) -> None:
-        """Raise unless the template ends the assistant's turn and then shows every message, in order.
-
-        Without this proof the end might be found behind the observation, and the observation be lost.
-        """
-        roles = tuple(message["role"] for message in observation)
-        if roles in self._proved:
-            return
-        marks = [f"OBSERVATION{index}x" for index in range(len(observation))]
-        marked = [{**message, "content": mark} for message, mark in zip(observation, marks, strict=True)]
-        tail = self._after_turn("ENDofTHEturn", marked)
-        places = [tail.find(mark) for mark in marks]
-        if -1 in places or places != sorted(places) or self._find_end(self.encode(tail[: places[0]])) is None:
-            raise TemplateError(
-                f"The chat template does not end the assistant's turn and then show messages of the roles {roles}: it "
-                f"continues with {tail[:200]!r}, and the ids that end a turn are {sorted(self.eos_token_ids)}. Set "
-                "tokenizer.eos_token to the token that ends a turn, or use a template that shows these roles."
-            )
-        self._proved.add(roles)
-
-    def _after_turn(self, marker: str, observation: list[Message]) -> str:
-        """What the template writes behind a dummy assistant turn that `observation` follows."""
-        calls = [message for message in observation if message["role"] == "tool"]
-        text = self._render([{"role": "user", "content": "."}, _dummy_turn(marker, calls), *observation])
-        return text.rpartition(marker)[2] if marker in text else ""
-
-    def _find_end(self, token_ids: list[int]) -> int | None:
-        return next((index for index, token_id in enumerate(token_ids) if token_id in self.eos_token_ids), None)
+    def bridge(self, observation: list[Message], *, last_id: int) -> list[int]:
+        """The ids that lead from a completion to the model's next turn; see `Bridge.ids`."""
+        return self._bridge.ids(observation, last_id=last_id)
 
     def prove_tool_answers(self) -> None:
         """Raises `SetupError` where a tool's answer cannot be shown.
@@ -163,36 +161,38 @@ class ChatTokenizer:
         Found out row by row, it would mask the rows that call a tool and train the others: calls would be unlearned.
         """
         try:
-            self._prove_junction([{"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": "."}])
+            self._bridge.prove([{"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": "."}])
         except TemplateError as cause:
             raise SetupError(str(cause)) from cause
 
-    def _encode_with_holes(self, text: str, hole: str, literals: list[str]) -> list[int]:
-        """`text` with each hole filled by its literal, the text of a special token, encoded as the text it is.
+    def render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        """A conversation as the template writes it, up to the model's next word.
 
-        A tool's result that spells out `<|im_end|>` must not end the turn.
+        Raises:
+            TemplateError: there is no template, or it fails.
         """
-        parts = text.split(hole)
-        if len(parts) != len(literals) + 1:
-            raise TemplateError(
-                "The chat template leaves out or repeats an observation that has a special token's text."
-            )
-        ids = self.encode(parts[0])
-        for literal, part in zip(literals, parts[1:], strict=True):
-            ids += self._tokenizer(literal, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            ids += self.encode(part)
-        return ids
-
-    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
         if self.chat_template is None:
             raise TemplateError(
                 "The tokenizer has no chat template. Set tokenizer.chat_template, or use string prompts."
             )
+        messages = [plain(message) for message in messages]
+        if self._content_is_parts:
+            messages = [_in_parts(message) for message in messages]
+        try:
+            return self._apply(messages, tools)
+        except TemplateError:
+            try:  # DeepSeek V3 puts the arguments of a call into the text as they are, which no dict can be
+                return self._apply([_arguments_as_text(message) for message in messages], tools)
+            except TemplateError:
+                pass
+            raise
+
+    def _apply(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
         continues = messages[-1]["role"] == "assistant"
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [plain(message) for message in messages],
+                    messages,
                     tools=tools,
                     chat_template=self.chat_template,
                     add_generation_prompt=not continues,
@@ -201,11 +201,22 @@ class ChatTokenizer:
                     **self._template_kwargs,
                 )
             )
-        except TemplateError:
-            raise
         except Exception as cause:  # jinja raises many kinds, and templates raise on purpose
             roles = [message["role"] for message in messages]
             raise TemplateError(f"The chat template fails on messages {roles}: {cause}") from cause
+
+    @cached_property
+    def _content_is_parts(self) -> bool:
+        """Templates of vision models know content only as a list of parts, and skip or refuse a text."""
+        probe = {"role": "user", "content": _SHOWN}
+
+        def is_shown(message: Message) -> bool:
+            try:
+                return _SHOWN in self._apply([message], None)
+            except TemplateError:
+                return False
+
+        return not is_shown(probe) and is_shown(_in_parts(probe))
 
 
 def check_room(prompt_ids: list[int], max_model_len: int | None) -> None:
@@ -217,48 +228,12 @@ def check_room(prompt_ids: list[int], max_model_len: int | None) -> None:
         )
 
 
-def _dummy_turn(marker: str, calls: list[Message]) -> Message:
-    """An assistant turn that holds `marker` where any template shows it, and calls for the tool messages to answer."""
-    turn: Message = {"role": "assistant", "content": marker}
-    if calls:
-        turn["tool_calls"] = [
-            {
-                "id": message.get("tool_call_id", f"call_{index}"),
-                "type": "function",
-                "function": {"name": message.get("name", "tool"), "arguments": {"x": marker}},
-            }
-            for index, message in enumerate(calls)
-        ]
-    return turn
-
-
-def _absent(word: str, messages: list[Message]) -> str:
-    """`word`, made longer until it stands in no message."""
-    while any(word in str(message) for message in messages):
-        word += "Z"
-    return word
-
-
-def _text(message: Message) -> str:
-    """The message's content as text."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    kinds = {str(part.get("type")) for part in content}
-    if kinds - {"text"}:
-        raise TemplateError(
-            f"A message has content of type {sorted(kinds)}. Only text can be trained through a rollout_func: TRL "
-            "takes no images back from one."
-        )
-    return "".join(part["text"] for part in content)
-
-
 def plain(message: Message) -> Message:
     """The message as a template takes it: text content, no task, none of the nulls that Arrow adds."""
     plain = {key: value for key, value in message.items() if key == "content" or (key != "task" and value is not None)}
     if "tool_calls" in plain:
         plain["tool_calls"] = _without_nulls(plain["tool_calls"])
-    return {**plain, "content": _text(message)} if isinstance(plain.get("content"), list) else plain
+    return {**plain, "content": message_text(message)} if isinstance(plain.get("content"), list) else plain
 
 
 def _without_nulls(value: Any) -> Any:
@@ -266,3 +241,20 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _arguments_as_text(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls}

@@ -1,0 +1,195 @@
+"""From a completion to the model's next turn, in tokens: the end of the turn, the observation, the generation prompt.
+
+The chat template renders the observation behind a short dummy turn of the assistant's; what it writes from that turn's
+end on is encoded and appended to the sampled ids. So the work of a turn depends on its new messages only, and
+templates that rewrite earlier turns (Qwen3 drops past thoughts) cannot touch what was sampled.
+
+TRL bridges by the difference of two such renders (`GRPOTrainer._get_tool_suffix_ids`), which needs a template whose
+assistant turn looks the same when it is the last one. A marker inside the dummy turn does without the second render.
+
+A template is proved for each sequence of roles before it is used: it must end the assistant's turn, and then show
+every message, once and in order.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .errors import TemplateError
+from .trajectory import Message
+
+if TYPE_CHECKING:
+    from .tokens import ChatTokenizer
+
+_MARKER = "ENDofTHEturn"
+_HOLE = "SPECIALtoken"
+
+
+@dataclass(frozen=True, slots=True)
+class _Junction:
+    """What was proved of a sequence of roles."""
+
+    dummy_turn: Callable[[str, list[Message]], Message]
+    """Makes the assistant's turn that holds the marker, from the marker and the observation."""
+    end_id: int
+    """The id that ends the assistant's turn, or opens the message behind it."""
+    is_opening: bool
+    """The latter: GLM's `<|user|>`, Gemma's `<|tool_response>`."""
+
+
+class Bridge:
+    """Bridges observations by one chat template."""
+
+    def __init__(self, tokenizer: "ChatTokenizer") -> None:
+        self._tokenizer = tokenizer
+        self._proved: dict[tuple[str, ...], _Junction] = {}
+
+    def ids(self, observation: list[Message], *, last_id: int) -> list[int]:
+        """The ids to append to a completion.
+
+        A turn ends once. Where the model has ended it, with the template's id or with another one of its EOS ids, no
+        end is added; where it was cut, the template's is.
+
+        Args:
+            observation: the messages to show, never the assistant's.
+            last_id: the completion's last id.
+
+        Raises:
+            TemplateError: the template fails on these messages, leaves one out, or does not end the assistant's turn.
+        """
+        control_words, texts = self._tokenizer.control_words, [message_text(message) for message in observation]
+        marker, hole = _absent(_MARKER, observation), _absent(_HOLE, observation)
+        shown = [{**m, "content": control_words.sub(hole, text)} for m, text in zip(observation, texts, strict=True)]
+        junction = self.prove(shown)
+        tail = self._after_turn(junction.dummy_turn(marker, shown), marker, shown)
+        ids = self._encode_with_holes(tail, hole, [word for text in texts for word in control_words.findall(text)])
+        end = ids.index(junction.end_id)
+        is_ended = last_id == junction.end_id or (last_id in self._tokenizer.eos_token_ids and not junction.is_opening)
+        return ids[end + 1 :] if is_ended else ids[end:]
+
+    def prove(self, observation: list[Message]) -> _Junction:
+        """How the template joins messages of these roles to the assistant's turn; proved once.
+
+        Raises:
+            TemplateError: it does not. Unproved, the end might be found behind the observation, which would be lost.
+        """
+        roles = tuple(message["role"] for message in observation)
+        if roles not in self._proved:
+            self._proved[roles] = self._find_junction(observation, roles)
+        return self._proved[roles]
+
+    def _find_junction(self, observation: list[Message], roles: tuple[str, ...]) -> _Junction:
+        marks = [f"OBSERVATION{index}x" for index in range(len(observation))]
+        marked = [{**message, "content": mark} for message, mark in zip(observation, marks, strict=True)]
+        failure = ""
+        for dummy_turn in (_call_only, _call_with_content) if "tool" in roles else (_content_only,):
+            try:
+                tail = self._after_turn(dummy_turn(_MARKER, marked), _MARKER, marked)
+            except TemplateError as cause:
+                failure = str(cause)
+                continue
+            places = [tail.find(mark) for mark in marks]
+            is_shown = -1 not in places and places == sorted(places) and all(tail.count(mark) == 1 for mark in marks)
+            ids = self._tokenizer.encode(tail[: min(places)]) if is_shown else []
+            end = self._find_end(ids, has_calls=dummy_turn is not _content_only)
+            if end is not None:
+                return _Junction(dummy_turn, ids[end], self._is_opening(ids[end + 1 :]))
+            failure = (
+                f"The chat template does not end the assistant's turn and then show messages of the roles {roles}: it "
+                f"continues with {tail[:200]!r}, and the ids that end a turn are "
+                f"{sorted(self._tokenizer.eos_token_ids)}. Set tokenizer.eos_token, or the model's "
+                "generation_config.eos_token_id, to what ends a turn, or use a template that shows these roles."
+            )
+        raise TemplateError(failure)
+
+    def _find_end(self, ids: list[int], *, has_calls: bool) -> int | None:
+        """Where the turn ends: at its EOS, or (gpt-oss writes `<|end|>` for a sampled `<|return|>`) at the first
+        special token. A call holds special tokens of its own.
+        """
+        for ends in (self._tokenizer.eos_token_ids, frozenset() if has_calls else self._tokenizer.special_ids):
+            for index, token_id in enumerate(ids):
+                if token_id in ends:
+                    return index
+        return None
+
+    def _is_opening(self, behind: list[int]) -> bool:
+        """Whether the message's own text, and no further special token, follows the end."""
+        for token_id in behind:
+            if token_id in self._tokenizer.special_ids:
+                return False
+            if self._tokenizer.decode_one(token_id).strip():
+                return True
+        return True
+
+    def _after_turn(self, turn: Message, marker: str, observation: list[Message]) -> str:
+        """What the template writes behind `marker`, the last one of the assistant's `turn`."""
+        text = self._tokenizer.render([{"role": "user", "content": "."}, turn, *observation])
+        return text.rpartition(marker)[2] if marker in text else ""
+
+    def _encode_with_holes(self, text: str, hole: str, words: list[str]) -> list[int]:
+        """`text` with each hole filled by its word, the text of a control token, encoded as the text it is.
+
+        A tool's result that spells out `<|im_end|>` must not end the turn.
+        """
+        first, *rest = text.split(hole)
+        if len(rest) != len(words):
+            raise TemplateError(
+                "The chat template leaves out or repeats an observation that has a special token's text."
+            )
+        ids = self._tokenizer.encode(first)
+        for word, part in zip(words, rest, strict=True):
+            ids += self._tokenizer.encode_words(word)
+            ids += self._tokenizer.encode_rest(part)
+        return ids
+
+
+def _content_only(marker: str, observation: list[Message]) -> Message:
+    return {"role": "assistant", "content": marker}
+
+
+def _call_only(marker: str, observation: list[Message]) -> Message:
+    """Calls for the tool messages to answer. No content: there are templates that drop the calls beside one, and
+    templates that write it behind the answers.
+    """
+    answers = [message for message in observation if message["role"] == "tool"]
+    calls = [
+        {
+            "id": message.get("tool_call_id", f"call_{index}"),
+            "type": "function",
+            "function": {"name": message.get("name", "tool"), "arguments": {"x": marker}},
+        }
+        for index, message in enumerate(answers)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _call_with_content(marker: str, observation: list[Message]) -> Message:
+    """For templates that know tool messages and no calls."""
+    return {**_call_only(marker, observation), "content": marker}
+
+
+def _absent(word: str, messages: list[Message]) -> str:
+    """`word`, made longer until it stands in no message."""
+    while any(word in str(message) for message in messages):
+        word += "Z"
+    return word
+
+
+def alternatives(words: set[str]) -> re.Pattern[str]:
+    """Matches each of the words, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+
+
+def message_text(message: Message) -> str:
+    """The message's content as text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    kinds = {str(part.get("type")) for part in content}
+    if kinds - {"text"}:
+        raise TemplateError(
+            f"A message has content of type {sorted(kinds)}. Only text can be trained through a rollout_func: TRL "
+            "takes no images back from one."
+        )
+    return "".join(part["text"] for part in content)

@@ -1,0 +1,88 @@
+"""Which format a chat template speaks: the one that reads calls back from the template's own text."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..errors import SetupError, TemplateError
+from ..tokens import ChatTokenizer
+from ..trajectory import Message
+from .calls import schemas_of
+from .formats import FORMATS, HERMES, PLAIN, ToolFormat
+from .thoughts import opened_thoughts
+
+Parser = Callable[[str], Message]
+"""Takes a completion's text (special tokens kept, the end of the turn removed), returns the assistant's message."""
+
+_PROBE = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "number": {"type": "integer"},
+                "words": {"type": "array", "items": {"type": "string"}},
+            },
+        },
+    },
+}
+_WRITTEN = {"name": "probe", "arguments": {"text": "one {two}", "number": 3, "words": ["a", "b"]}}
+_IDS = (("call00000", "call00001"), ("functions.probe:0", "functions.probe:1"))
+"""Mistral's templates take ids of nine letters only, Kimi's write the id in place of the name."""
+
+
+def find_parser(tokenizer: ChatTokenizer, tools: Sequence[dict[str, Any]] = ()) -> Parser:
+    """The parser for a chat template's turns.
+
+    Args:
+        tokenizer: renders the template.
+        tools: schemas of the tools that may be called; without any, whatever looks like a call is text.
+
+    Raises:
+        SetupError: no known format reads the template's calls. A wrong guess would show as reward 0, days later.
+    """
+    tool_format, schemas = find_format(tokenizer) if tools else PLAIN, schemas_of(tools)
+    opened = ""
+    if tokenizer.chat_template is not None:
+        opened = opened_thoughts(tokenizer.render([{"role": "user", "content": "."}], list(tools) or None))
+
+    def parse(text: str) -> Message:
+        return tool_format.parse(opened + text, schemas)
+
+    return parse
+
+
+def find_format(tokenizer: ChatTokenizer) -> ToolFormat:
+    """The format that reads two calls, or the one that the template allows, back from the template's own text.
+
+    Raises:
+        SetupError: none does.
+    """
+    for num, ids in ((num, ids) for num in (2, 1) for ids in _IDS):
+        with suppress(TemplateError):
+            turn = tokenizer.written_calls([_WRITTEN] * num, ids[:num])
+            for tool_format in FORMATS:
+                message = tool_format.parse(turn, schemas_of([_PROBE]))
+                if [call["function"] for call in message.get("tool_calls", ())] == [_WRITTEN] * num:
+                    return tool_format
+    raise SetupError(
+        "No parser is known for the tool-call format of this chat template (known: "
+        f"{', '.join(tool_format.name for tool_format in FORMATS)}). Pass parser=, a function from a completion's "
+        "text to an assistant message; trl_rollouts.parse_hermes is one."
+    )
+
+
+def parse_hermes(text: str) -> Message:
+    """Tool calls as JSON in `<tool_call>` tags (Hermes, Qwen2.5, Qwen3), or as bare JSON without any tag.
+
+    >>> parse_hermes('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')["tool_calls"][0]["function"]
+    {'name': 'f', 'arguments': {'a': 1}}
+    """
+    return HERMES.parse(text, {})
+
+
+def parse_plain(text: str) -> Message:
+    """Reasoning and content: whatever looks like a call is text."""
+    return PLAIN.parse(text, {})
