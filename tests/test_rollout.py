@@ -206,7 +206,8 @@ def test_thoughts_of_earlier_turns_are_kept_under_a_template_that_drops_them() -
     assert batch["transcript"][0][1] == {"role": "assistant", "content": "a", "reasoning_content": "one"}
 
 
-def test_what_a_turn_encodes_depends_on_its_new_messages_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_turns", [2, 8, 32, 128])
+def test_what_a_turn_encodes_depends_on_its_new_messages_only(monkeypatch: pytest.MonkeyPatch, num_turns: int) -> None:
     num_chars: list[int] = []
     encode = ChatTokenizer.encode
 
@@ -215,10 +216,11 @@ def test_what_a_turn_encodes_depends_on_its_new_messages_only(monkeypatch: pytes
         return encode(self, text, **kwargs)
 
     monkeypatch.setattr(ChatTokenizer, "encode", counted)
-    roll(env_rollout(Echo, max_turns=9, client=ScriptedClient(["a"] * 9)), ask("p"))
+    rollout = env_rollout(Echo, max_turns=num_turns + 1, client=ScriptedClient(["a"] * (num_turns + 1)))
+    roll(rollout, ask("p"), max_completion_length=100_000)
     tail = "<|im_end|>\n<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n"
-    assert num_chars[-8:] == [len(tail)] * 8
-    assert len(num_chars) == 10  # with the prompt, and the proof of the template
+    assert num_chars[-num_turns:] == [len(tail)] * num_turns
+    assert len(num_chars) == num_turns + 3  # with the prompt, and the proofs of the tokenizer and the template
 
 
 def test_a_turn_that_a_limit_of_its_own_cut_gets_one_end_that_is_not_trained() -> None:

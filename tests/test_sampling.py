@@ -80,3 +80,13 @@ def test_without_a_seed_none_is_sent() -> None:
 def test_a_structured_output_regex_is_sent() -> None:
     body = Sampling.from_config(config(vllm_structured_outputs_regex="[0-9]+")).body()
     assert body["structured_outputs"] == {"regex": "[0-9]+"}
+
+
+def test_the_ids_that_end_a_turn_here_are_sent_beside_the_users() -> None:
+    sampling = Sampling.from_config(config(generation_kwargs={"stop_token_ids": [7]}))
+    assert sampling.ending_at({258, 256}).body()["stop_token_ids"] == [7, 256, 258]
+
+
+def test_a_user_who_ignores_the_end_of_turns_is_not_stopped_at_it() -> None:
+    sampling = Sampling.from_config(config(generation_kwargs={"ignore_eos": True}))
+    assert "stop_token_ids" not in sampling.ending_at({258}).body()

@@ -49,6 +49,8 @@ class Setting:
     max_completion_length: int
     """Tokens of a whole trajectory, observations included."""
     max_turns: int
+    max_result_tokens: int | None
+    """A tool's answer that has more is shown without its middle."""
     timeout_s: float
 
     def room(self, trajectory: Trajectory) -> int:
@@ -166,6 +168,8 @@ def _observe(trajectory: Trajectory, messages: list[Message], completion: Comple
     """Append the observation whole, with room for a next token, or end here: a part of it would mislead."""
     if not messages:
         raise EnvError("env.step returned no message and did not end the episode, so the model has nothing to answer.")
+    if setting.max_result_tokens is not None:
+        messages = [_cut(message, setting.tokenizer, setting.max_result_tokens) for message in messages]
     num_chars = sum(len(str(message.get("content"))) for message in messages)
     if num_chars > MAX_CHARS_PER_TOKEN * setting.room(trajectory):  # hopeless, and slow to encode
         trajectory.end(StopReason.LENGTH)
@@ -176,6 +180,12 @@ def _observe(trajectory: Trajectory, messages: list[Message], completion: Comple
         return
     trajectory.append_observation(bridge)
     trajectory.messages += copy.deepcopy(messages)  # an environment may use its own again
+
+
+def _cut(message: Message, tokenizer: ChatTokenizer, max_tokens: int) -> Message:
+    if message["role"] != "tool" or not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": tokenizer.cut(message["content"], max_tokens)}
 
 
 async def _close(env: Env, worker: Worker) -> None:

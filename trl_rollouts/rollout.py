@@ -69,6 +69,7 @@ class Rollout:
         env_factory: EnvFactory,
         *,
         max_turns: int,
+        max_result_tokens: int | None = None,
         base_url: str | Sequence[str] | None = None,
         client: Client | None = None,
         parser: Parser | None = None,
@@ -97,6 +98,7 @@ class Rollout:
             raise SetupError("base_url names no server.")
         self._env_factory = env_factory
         self._max_turns = max_turns
+        self._max_result_tokens = max_result_tokens
         urls = [base_url] if isinstance(base_url, str) else base_url
         self._base_urls = None if urls is None else [normal_url(url) for url in urls]
         self._given_client = client
@@ -127,7 +129,8 @@ class Rollout:
 
     def _roll(self, prompts: Sequence[Prompt], trainer: Any) -> dict[str, list[Any]]:
         reading.refuse_conflicts(trainer)
-        tokenizer, sampling = reading.chat_tokenizer(trainer), Sampling.from_config(trainer.args)
+        tokenizer = reading.chat_tokenizer(trainer)
+        sampling = Sampling.from_config(trainer.args).ending_at(tokenizer.eos_token_ids)
         for topic, warning in reading.warnings(trainer, sampling, self._trajectory_timeout_s).items():
             self._warn_once(topic, warning)
         if self._engine is None or self._engine.pid != os.getpid():  # a forked child has no thread of its own
@@ -144,6 +147,7 @@ class Rollout:
             sampling=sampling,
             max_completion_length=trainer.args.max_completion_length,
             max_turns=self._max_turns,
+            max_result_tokens=self._max_result_tokens,
             timeout_s=self._trajectory_timeout_s,
         )
         step, rank = int(trainer.state.global_step), int(trainer.accelerator.process_index)
@@ -285,6 +289,8 @@ def tool_rollout(
     *,
     max_turns: int = 8,
     tool_timeout_s: float = 60.0,
+    max_result_tokens: int = 2048,
+    stop_tools: Sequence[str] = (),
     **options: Unpack[RolloutOptions],
 ) -> Rollout:
     """A `rollout_func` in which the model calls functions until it answers without a call.
@@ -296,7 +302,11 @@ def tool_rollout(
         tools: functions, sync or async, with type hints and a Google-style docstring, which become their schemas.
         max_turns: completions of one trajectory.
         tool_timeout_s: time limit of one call, in seconds. The calls of a turn run at the same time.
+        max_result_tokens: a longer result is shown without its middle.
+        stop_tools: names of tools that end the trajectory once one of them has returned, such as `final_answer`.
         **options: see `RolloutOptions`.
+
+    A row may offer some of the tools only: `with_task(dataset, ["tools"])`, whose column `tools` is a list of names.
 
     Raises:
         SetupError: there is no tool, two have one name, or one lacks hints or a docstring.
@@ -311,4 +321,13 @@ def tool_rollout(
     names = [tool.name for tool in described]
     if not names or len(set(names)) < len(names):
         raise SetupError(f"tool_rollout needs tools with different names, not {names}.")
-    return Rollout(lambda: ToolEnv(described, timeout_s=tool_timeout_s), max_turns=max_turns, **options)
+    _check_positive("max_result_tokens", max_result_tokens)
+    if isinstance(stop_tools, str) or (unknown := [name for name in stop_tools if name not in names]):
+        wrong = [stop_tools] if isinstance(stop_tools, str) else unknown
+        raise SetupError(f"stop_tools must be a list of names among {names}, not {wrong}.")
+    return Rollout(
+        lambda: ToolEnv(described, timeout_s=tool_timeout_s, stop_tools=stop_tools),
+        max_turns=max_turns,
+        max_result_tokens=max_result_tokens,
+        **options,
+    )

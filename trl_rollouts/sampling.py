@@ -5,7 +5,7 @@ request leaves out from the model's generation_config.json, and would sample fro
 that is trained.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Settings that this package has no name for; they reach the server as they are."""
@@ -79,6 +80,7 @@ class Sampling:
         return cls(
             max_tokens=min(max_tokens, config.max_completion_length),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(given.pop("stop_token_ids", None) or ()),
             extra=given,
             **named,
         )
@@ -101,6 +103,16 @@ class Sampling:
             return self
         return replace(self, seed=(self.seed + trajectory * 1_000_003 + turn) % 2**31)
 
+    def ending_at(self, eos_token_ids: Iterable[int]) -> "Sampling":
+        """The same settings for a server that may not know what ends a turn here.
+
+        A server stops at the EOS ids in the model's own files. The trainer's may be others: a base model trained on
+        ChatML, a tokenizer whose eos_token was set.
+        """
+        if self.extra.get("ignore_eos"):
+            return self
+        return replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *eos_token_ids})))
+
     def body(self) -> dict[str, Any]:
         """The settings as fields of a vLLM request, `max_tokens` included."""
         fields: dict[str, Any] = {
@@ -114,6 +126,8 @@ class Sampling:
         if self.stop:
             # The matched text belongs to what was sampled: without it the last token's text would be cut.
             fields |= {"stop": list(self.stop), "include_stop_str_in_output": True}
+        if self.stop_token_ids:
+            fields["stop_token_ids"] = list(self.stop_token_ids)
         if self.seed is not None:
             fields["seed"] = self.seed
         return fields | dict(self.extra)

@@ -12,7 +12,9 @@ from .bridging import Bridge, alternatives, message_text
 from .errors import PromptTooLongError, SetupError, TemplateError
 from .trajectory import Message
 
+_PLAIN_TEXT = "Hello, world!\n  x = 1"
 _SHOWN = "SHOWNtext"
+_MAX_CHARS_PER_TOKEN_KEPT = 16
 
 
 class ChatTokenizer:
@@ -40,6 +42,12 @@ class ChatTokenizer:
             raise TemplateError("The tokenizer has no eos_token, so no turn can end. Set tokenizer.eos_token.")
         self.eos_token_id: int = self._tokenizer.eos_token_id
         self.eos_token_ids = frozenset({self.eos_token_id, *eos_token_ids})
+        if (back := self._decode(self.encode(_PLAIN_TEXT))) != _PLAIN_TEXT:
+            raise SetupError(
+                f"The tokenizer encodes {_PLAIN_TEXT!r} to ids that decode to {back!r}. It is loaded as another class "
+                "than it was saved as (transformers 5 makes a LlamaTokenizer of files that are none); load "
+                "it as PreTrainedTokenizerFast, or beside the model's config.json."
+            )
         self._shown: set[str] = set()
         self._bridge = Bridge(self)
         added = self._tokenizer.added_tokens_decoder
@@ -90,12 +98,27 @@ class ChatTokenizer:
         num = len(token_ids)
         while num and token_ids[num - 1] in self.eos_token_ids:
             num -= 1
-        return str(
-            self._tokenizer.decode(token_ids[:num], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        return self._decode(token_ids[:num])
+
+    def cut(self, text: str, max_tokens: int) -> str:
+        """`text`, or its beginning and its end with a mark between them where it has more than `max_tokens` tokens."""
+        span = _MAX_CHARS_PER_TOKEN_KEPT * max_tokens
+        if len(text) > 2 * span:  # the middle is not even encoded
+            head, tail = self.encode(text[:span]), self.encode(text[-span:])
+        else:
+            head = tail = self.encode(text)
+            if len(head) <= max_tokens:
+                return text
+        num_first = max_tokens // 2
+        first = self._decode(head[:num_first]).rstrip("\ufffd")  # half of a character
+        last = self._decode(tail[-(max_tokens - num_first) :]).lstrip("\ufffd")
+        return f"{first}\n[... {len(text) - len(first) - len(last)} characters left out ...]\n{last}"
 
     def decode_one(self, token_id: int) -> str:
-        return str(self._tokenizer.decode([token_id]))
+        return self._decode([token_id])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def prompt(self, messages: str | list[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The ids of a conversation that the model is to continue. A string is taken as rendered already.
@@ -104,17 +127,17 @@ class ChatTokenizer:
             TemplateError: there is no template, it fails, or it does not show the tools.
         """
         if isinstance(messages, str):
-            text = bare = messages
+            text, bare = messages, ""
         else:
             text = self.render(messages, tools=list(tools) or None)
             bare = self.render(messages) if tools else ""
             self._check_shown(messages)
-        names = [tool["function"]["name"] for tool in tools]
-        hidden = [name for name in names if text.count(name) <= (0 if isinstance(messages, str) else bare.count(name))]
+        hidden = [tool["function"]["name"] for tool in tools if not _is_tool_shown(tool["function"], text, bare)]
         if hidden:
             raise TemplateError(
                 f"The prompt does not show the tools {hidden} to the model. Use a chat template that renders `tools` "
-                "(TRL ships some in trl/chat_templates), or describe them in a prompt that is a string."
+                "(TRL ships some in trl/chat_templates), or describe them in a system message, by name and with the "
+                "first line of their docstrings."
             )
         token_ids = self.encode(text, special_tokens=isinstance(messages, str))
         if not token_ids:
@@ -154,6 +177,10 @@ class ChatTokenizer:
     def bridge(self, observation: list[Message], *, last_id: int) -> list[int]:
         """The ids that lead from a completion to the model's next turn; see `Bridge.ids`."""
         return self._bridge.ids(observation, last_id=last_id)
+
+    def prove_bridge(self, observation: list[Message]) -> int:
+        """The id that ends the assistant's turn before such an observation; raises what `bridge` would."""
+        return self._bridge.prove(observation).end_id
 
     def prove_tool_answers(self) -> None:
         """Raises `SetupError` where a tool's answer cannot be shown.
@@ -217,6 +244,14 @@ class ChatTokenizer:
                 return False
 
         return not is_shown(probe) and is_shown(_in_parts(probe))
+
+
+def _is_tool_shown(function: dict[str, Any], text: str, bare: str) -> bool:
+    """Whether a prompt shows a tool: more often than it does without tools (a question may name it), or because its
+    author has described it.
+    """
+    name, (first_line, *_) = function["name"], str(function.get("description", "")).strip().splitlines() or [""]
+    return text.count(name) > bare.count(name) or bool(name in bare and first_line and first_line in bare)
 
 
 def check_room(prompt_ids: list[int], max_model_len: int | None) -> None:

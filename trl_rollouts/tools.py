@@ -8,11 +8,13 @@ Not here: the format in which a model writes calls (`parsing`), and the way they
 """
 
 import asyncio
+import difflib
 import inspect
 import json
 import time
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from .env import StepResult, call
@@ -32,7 +34,6 @@ class Tool:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        from pydantic import TypeAdapter
         from transformers.utils.chat_template_utils import get_json_schema
 
         if not callable(function):
@@ -48,7 +49,7 @@ class Tool:
         try:
             self.schema: dict[str, Any] = get_json_schema(function)
             hints = typing.get_type_hints(function)
-            self._adapters = {name: TypeAdapter(hints[name]) for name in self._signature.parameters}
+            self._adapters = {name: _adapter(hints[name]) for name in self._signature.parameters}
         except Exception as cause:  # several kinds, all about the function's text
             raise SetupError(
                 f"The tool {self.name} cannot be described to the model: {cause} Give it type hints and a docstring "
@@ -57,8 +58,6 @@ class Tool:
 
     def bind(self, arguments: Any) -> tuple[dict[str, Any], str | None]:
         """The arguments as the function takes them, converted where nothing is lost, or what is wrong with them."""
-        from pydantic import ValidationError
-
         if not isinstance(arguments, dict):
             return {}, f"The arguments of {self.name} must be a JSON object."
         known = list(self._signature.parameters)
@@ -73,35 +72,75 @@ class Tool:
         bound = {}
         for name, value in arguments.items():
             try:
-                bound[name] = self._adapters[name].validate_python(value)
-            except ValidationError as error:
-                return {}, f"{self.name}: argument {name}={json.dumps(value)[:100]}: {error.errors()[0]['msg']}."
+                bound[name] = _converted(self._adapters[name], value)
+            except ValueError as error:
+                return {}, f"{self.name}: argument {name}={json.dumps(value)[:100]}: {error}."
         return bound, None
+
+
+def _adapter(hint: Any) -> Any:
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter
+
+    try:
+        return TypeAdapter(hint, config=ConfigDict(coerce_numbers_to_str=True))
+    except PydanticUserError:  # a model or dataclass has a configuration of its own
+        return TypeAdapter(hint)
+
+
+def _converted(adapter: Any, value: Any) -> Any:
+    """The value as its type hint has it; text that holds JSON ("[1, 2]" for a list) is read.
+
+    Raises:
+        ValueError: it is not of that type, in pydantic's words.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        if isinstance(value, str):
+            with suppress(ValidationError):
+                return adapter.validate_json(value)
+        raise ValueError(error.errors()[0]["msg"]) from None
 
 
 class ToolEnv:
     """Runs the model's calls until it answers without one.
 
     Args:
-        tools: what the model may call.
+        tools: what the model may call. A row that has a list of names as its task's "tools" is given these only.
         timeout_s: time limit of each call, in seconds.
+        stop_tools: names of tools that end the episode once one of them has returned.
 
     Every call is reported in `info["tool_calls"]` as a dict of `name`, `arguments`, `result` (what the function
     returned), `error` (None, or one of "parse_error", "unknown_tool", "invalid_arguments", "exception", "timeout",
     "too_many_calls"), `content` (what the model is told) and `duration_s`.
     """
 
-    def __init__(self, tools: Sequence[Tool], *, timeout_s: float) -> None:
+    def __init__(self, tools: Sequence[Tool], *, timeout_s: float, stop_tools: Sequence[str] = ()) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._timeout_s = timeout_s
+        self._stop_tools = frozenset(stop_tools)
         self.tools = [tool.schema for tool in tools]
 
     async def reset(self, prompt: list[Message]) -> list[Message]:
+        task = prompt[-1].get("task")
+        names = task.get("tools") if isinstance(task, dict) else None
+        if names is not None:
+            known = isinstance(names, list) and all(isinstance(name, str) and name in self._tools for name in names)
+            if not known:
+                raise SetupError(
+                    f"A row's task has tools={names!r:.200}. It must be a list of names; tool_rollout was given "
+                    f"{', '.join(self._tools)}."
+                )
+            self._tools = {name: self._tools[name] for name in names}
+            self.tools = [tool.schema for tool in self._tools.values()]
         return prompt
 
     async def step(self, action: Message) -> StepResult:
         calls = action.get("tool_calls") or []
         records = await asyncio.gather(*(self._run(index, item) for index, item in enumerate(calls)))
+        is_stopped = any(record["name"] in self._stop_tools and record["error"] is None for record in records)
         answers = [
             {
                 "role": "tool",
@@ -111,7 +150,7 @@ class ToolEnv:
             }
             for index, (item, record) in enumerate(zip(calls, records, strict=True))
         ]
-        return StepResult(answers, terminated=not calls, info={"tool_calls": records})
+        return StepResult(answers, terminated=not calls or is_stopped, info={"tool_calls": records})
 
     async def close(self) -> None:
         pass
@@ -139,7 +178,7 @@ class ToolEnv:
             return None, "parse_error", f"Error: {unreadable}"
         tool = self._tools.get(name)
         if tool is None:
-            return None, "unknown_tool", f"Error: there is no tool {name!r}. The tools are: {', '.join(self._tools)}."
+            return None, "unknown_tool", f"Error: {self._unknown(name)}"
         bound, problem = tool.bind(arguments)
         if problem is not None:
             return None, "invalid_arguments", f"Error: {problem}"
@@ -155,8 +194,24 @@ class ToolEnv:
             result = task.result()
             content = as_text(result)
         except Exception as failure:
-            return None, "exception", f"Error: {type(failure).__name__}: {failure}"
+            return None, "exception", f"Error: {_one_line(failure)}"
         return result, None, content
+
+    def _unknown(self, name: str) -> str:
+        nearest = difflib.get_close_matches(name, self._tools, n=1)
+        guess = f" Did you mean {nearest[0]}?" if nearest else ""
+        return f"there is no tool {name[:100]!r}.{guess} The tools are: {', '.join(self._tools) or 'none'}."
+
+
+_MAX_ERROR_CHARS = 500
+
+
+def _one_line(failure: Exception) -> str:
+    try:
+        words = " ".join(str(failure).split())
+    except Exception:  # an exception's own code, the user's
+        words = "(its message cannot be read)"
+    return f"{type(failure).__name__}: {words}"[:_MAX_ERROR_CHARS]
 
 
 def _forget(task: "asyncio.Future[Any]") -> None:

@@ -144,7 +144,7 @@ class TRLServerClient:
                 "completion."
             )
         num_kept = min(len(token_ids), sampling.max_tokens)
-        ends = self._eos_token_ids | set(sampling.extra.get("stop_token_ids") or ())
+        ends = self._eos_token_ids | set(sampling.stop_token_ids)
         whole = num_kept == len(token_ids)
         stopped = whole and (token_ids[-1] in ends or num_kept < sampling.max_tokens)
         values = [math.nan if row[0] is None else float(row[0]) for row in logprobs[:num_kept]]

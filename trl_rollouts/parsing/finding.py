@@ -1,5 +1,6 @@
 """Which format a chat template speaks: the one that reads calls back from the template's own text."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -54,6 +55,7 @@ def find_parser(tokenizer: ChatTokenizer, tools: Sequence[dict[str, Any]] = ()) 
     return parse
 
 
+@functools.lru_cache(maxsize=4)  # asked for every trajectory; a rollout's tokenizer is the same object
 def find_format(tokenizer: ChatTokenizer) -> ToolFormat:
     """The format that reads two calls, or the one that the template allows, back from the template's own text.
 
