@@ -91,8 +91,60 @@ def test_json_that_is_nested_beyond_reason_is_an_error(depth: int) -> None:
 
 def test_thousands_of_broken_calls_are_read_in_no_time() -> None:
     started = time.monotonic()
-    assert len(errors("<tool_call>" * 20_000)) == 20_000
+    assert len(errors("<tool_call>x</tool_call>" * 10_000)) == 10_000
     assert time.monotonic() - started < 5
+
+
+def test_nothing_is_run_behind_a_broken_call_that_is_not_closed() -> None:
+    whole = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    assert calls('<tool_call>{"name": "f", "arguments": {"s": "such as ' + whole) == []
+    assert len(errors('<tool_call>{"name": "f", "arguments": {"s": "such as ' + whole)) == 1
+    assert calls("<tool_call>oops</tool_call>" + whole) == [("g", {})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}',
+        '{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}</tool_call>',
+    ],
+)
+def test_no_call_of_a_turn_is_lost_by_what_stands_between_them(text: str) -> None:
+    assert calls(text) == [("f", {}), ("g", {})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1} or so"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+        '{"name": "f", "arguments": {"a": 1}',
+    ],
+)
+def test_a_call_is_not_run_with_arguments_that_were_not_given(text: str) -> None:
+    assert calls(text) == []
+    assert len(errors(text)) == 1
+
+
+def test_an_answer_that_is_json_is_no_call() -> None:
+    assert parse_hermes('{"name": "Ada", "born": 1815}') == {
+        "role": "assistant",
+        "content": '{"name": "Ada", "born": 1815}',
+    }
+
+
+@pytest.mark.parametrize("first", ["<think>a</think>So. ", "So. "])
+def test_thoughts_that_open_later_are_thoughts_too(first: str) -> None:
+    message = parse_hermes(
+        f'{first}<think>maybe <tool_call>{{"name": "g", "arguments": {{}}}}</tool_call></think>'
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    )
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+    assert message["content"] == "So."
 
 
 def test_a_closing_tag_and_braces_inside_a_string_belong_to_the_string() -> None:

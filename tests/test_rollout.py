@@ -206,6 +206,49 @@ def test_thoughts_of_earlier_turns_are_kept_under_a_template_that_drops_them() -
     assert batch["transcript"][0][1] == {"role": "assistant", "content": "a", "reasoning_content": "one"}
 
 
+def repeat(times: int) -> str:
+    """Repeat.
+
+    Args:
+        times: How often.
+    """
+    return "word " * times
+
+
+def test_a_long_result_is_shown_without_its_middle_and_reported_whole() -> None:
+    asked = '<tool_call>{"name": "repeat", "arguments": {"times": 100}}</tool_call>'
+    client = ScriptedClient([asked, "ok"])
+    batch = roll(tool_rollout([repeat], max_result_tokens=10, client=client), ask("p"))
+    shown = "word \n[... 490 characters left out ...]\nword "
+    assert batch["transcript"][0][2]["content"] == shown
+    assert bridged(shown) == batch["completion_ids"][0][len(ids(asked)) + 1 : -len(ids("ok")) - 1]
+    assert batch["tool_calls"][0][0]["content"] == "word " * 100
+
+
+def test_a_stop_tool_ends_the_row_with_the_models_own_end_of_turn() -> None:
+    client = ScriptedClient([call(6, 7)])
+    batch = roll(tool_rollout([multiply], stop_tools=["multiply"], client=client), ask("p"))
+    assert len(client.calls) == 1
+    assert batch["completion_ids"] == [[*ids(call(6, 7)), END]]
+    assert batch["stop_reason"] == ["terminated"]
+    assert batch["tool_calls"][0][0]["result"] == 42
+
+
+def test_a_rows_own_tools_are_the_ones_in_its_prompt() -> None:
+    prompts = [[{**ask("p")[0], "task": {"tools": names}}] for names in (["multiply"], ["repeat"], [])]
+    batch = roll(tool_rollout([multiply, repeat], client=ScriptedClient(["ok"] * 3)), *prompts)
+    texts = [TOKENIZER.decode(prompt_ids) for prompt_ids in batch["prompt_ids"]]
+    assert [("multiply" in text, "repeat" in text) for text in texts] == [(True, False), (False, True), (False, False)]
+
+
+def test_a_tool_that_the_prompts_author_describes_need_not_be_in_the_template() -> None:
+    trainer = fake_trainer(TOKENIZER)
+    trainer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    described = ask("Call multiply with a and b. Multiply two integers. What is 6 times 7?")
+    rollout = tool_rollout([multiply], max_turns=1, parser=parse_hermes, client=ScriptedClient([call(6, 7)]))
+    assert rollout([described], trainer)["tool_calls"][0][0]["result"] == 42
+
+
 @pytest.mark.parametrize("num_turns", [2, 8, 32, 128])
 def test_what_a_turn_encodes_depends_on_its_new_messages_only(monkeypatch: pytest.MonkeyPatch, num_turns: int) -> None:
     num_chars: list[int] = []

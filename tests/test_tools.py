@@ -210,3 +210,93 @@ def test_a_tool_that_cannot_be_described_is_refused_when_it_is_passed() -> None:
         tool_rollout([])
     with pytest.raises(SetupError, match="different names"):
         tool_rollout([multiply, multiply])
+
+
+def test_the_nearest_name_is_suggested() -> None:
+    [content], _ = step(("multiplly", {"a": 1}))
+    assert content.startswith("Error: there is no tool 'multiplly'. Did you mean multiply? The tools are: multiply,")
+
+
+def lookup(code: str, words: list[str], limit: int | None = None) -> str:
+    """Look up.
+
+    Args:
+        code: A postal code.
+        words: What to look for.
+        limit: How many.
+    """
+    return f"{code!r} {words!r} {limit!r}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"code": 75001, "words": ["a"]}, "'75001' ['a'] None"),
+        ({"code": "75001", "words": '["a", "b"]'}, "'75001' ['a', 'b'] None"),
+        ({"code": "75001", "words": [], "limit": "3"}, "'75001' [] 3"),
+        ({"code": "75001", "words": [], "limit": "null"}, "'75001' [] None"),
+        ({"code": "75001", "words": "a"}, 'Error: lookup: argument words="a": Input should be a valid list.'),
+        ({"code": None, "words": []}, "Error: lookup: argument code=null: Input should be a valid string."),
+    ],
+)
+def test_numbers_become_text_and_text_that_is_json_is_read(arguments: dict[str, Any], said: str) -> None:
+    item = {"function": {"name": "lookup", "arguments": arguments}}
+    result = asyncio.run(ToolEnv([Tool(lookup)], timeout_s=5.0).step({"role": "assistant", "tool_calls": [item]}))
+    assert result.messages[0]["content"] == said
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def complain(long: bool) -> None:
+    """Complain.
+
+    Args:
+        long: In many lines.
+    """
+    raise ValueError("one\n  two\n" * 1000) if long else Unspeakable
+
+
+@pytest.mark.parametrize(
+    ("long", "said"),
+    [(True, "Error: ValueError: one two one two"), (False, "Error: Unspeakable: (its message cannot be read)")],
+)
+def test_an_exception_is_one_short_line(long: bool, said: str) -> None:
+    item = {"function": {"name": "complain", "arguments": {"long": long}}}
+    result = asyncio.run(ToolEnv([Tool(complain)], timeout_s=5.0).step({"role": "assistant", "tool_calls": [item]}))
+    content = result.messages[0]["content"]
+    assert content.startswith(said)
+    assert "\n" not in content
+    assert len(content) < 520
+
+
+@pytest.mark.parametrize(("arguments", "ends"), [({"a": 7}, True), ({"c": 7}, False)])
+def test_a_stop_tool_ends_the_episode_once_it_has_returned(arguments: dict[str, int], ends: bool) -> None:
+    env = ToolEnv([Tool(multiply)], timeout_s=5.0, stop_tools=["multiply"])
+    item = {"function": {"name": "multiply", "arguments": arguments}}
+    assert asyncio.run(env.step({"role": "assistant", "tool_calls": [item]})).terminated is ends
+
+
+def test_a_row_may_offer_some_of_the_tools() -> None:
+    env = ToolEnv([Tool(multiply), Tool(search)], timeout_s=5.0)
+    asyncio.run(env.reset([{"role": "user", "content": "?", "task": {"tools": ["search"]}}]))
+    assert [schema["function"]["name"] for schema in env.tools] == ["search"]
+    item = {"function": {"name": "multiply", "arguments": {"a": 7}}}
+    result = asyncio.run(env.step({"role": "assistant", "tool_calls": [item]}))
+    assert result.messages[0]["content"] == "Error: there is no tool 'multiply'. The tools are: search."
+    assert result.info["tool_calls"][0]["error"] == "unknown_tool"
+
+
+@pytest.mark.parametrize("names", ["search", ["serch"], [1]])
+def test_a_row_that_offers_other_tools_is_refused_with_those_there_are(names: Any) -> None:
+    env = ToolEnv([Tool(multiply), Tool(search)], timeout_s=5.0)
+    with pytest.raises(SetupError, match="It must be a list of names; tool_rollout was given multiply, search"):
+        asyncio.run(env.reset([{"role": "user", "content": "?", "task": {"tools": names}}]))
+
+
+@pytest.mark.parametrize("stop_tools", ["multiply", ["multiplly"]])
+def test_a_stop_tool_that_is_none_is_refused(stop_tools: Any) -> None:
+    with pytest.raises(SetupError, match="stop_tools must be a list of names among"):
+        tool_rollout([multiply], stop_tools=stop_tools)

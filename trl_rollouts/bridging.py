@@ -59,7 +59,7 @@ class Bridge:
             TemplateError: the template fails on these messages, leaves one out, or does not end the assistant's turn.
         """
         control_words, texts = self._tokenizer.control_words, [message_text(message) for message in observation]
-        marker, hole = _absent(_MARKER, observation), _absent(_HOLE, observation)
+        marker, hole = (_absent(word, [*texts, str(observation)]) for word in (_MARKER, _HOLE))
         shown = [{**m, "content": control_words.sub(hole, text)} for m, text in zip(observation, texts, strict=True)]
         junction = self.prove(shown)
         tail = self._after_turn(junction.dummy_turn(marker, shown), marker, shown)
@@ -169,9 +169,9 @@ def _call_with_content(marker: str, observation: list[Message]) -> Message:
     return {**_call_only(marker, observation), "content": marker}
 
 
-def _absent(word: str, messages: list[Message]) -> str:
-    """`word`, made longer until it stands in no message."""
-    while any(word in str(message) for message in messages):
+def _absent(word: str, texts: list[str]) -> str:
+    """`word`, made longer until it stands in no text."""
+    while any(word in text for text in texts):
         word += "Z"
     return word
 
@@ -186,10 +186,13 @@ def message_text(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    kinds = {str(part.get("type")) for part in content}
+    kinds = {str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content}
     if kinds - {"text"}:
         raise TemplateError(
             f"A message has content of type {sorted(kinds)}. Only text can be trained through a rollout_func: TRL "
             "takes no images back from one."
         )
-    return "".join(part["text"] for part in content)
+    texts = [part.get("text") or "" for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise TemplateError(f"A message has content that is no text: {content!r:.200}.")
+    return "".join(texts)

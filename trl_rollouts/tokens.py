@@ -63,8 +63,7 @@ class ChatTokenizer:
         """
         bos = self._tokenizer.bos_token
         wrap = special_tokens and not (bos and text.startswith(bos))
-        text = text.encode(errors="replace").decode()  # JSON can hold half of a surrogate pair, which has no encoding
-        return list(self._tokenizer(text, add_special_tokens=wrap)["input_ids"])
+        return list(self._tokenizer(_encodable(text), add_special_tokens=wrap)["input_ids"])
 
     def encode_words(self, text: str) -> list[int]:
         """`text` as the words it spells, where `encode` would make a control token of it."""
@@ -80,7 +79,7 @@ class ChatTokenizer:
 
     def _encode_inside(self, text: str, **kwargs: Any) -> list[int]:
         def encode(text: str) -> list[int]:
-            return list(self._tokenizer(text, add_special_tokens=False, **kwargs)["input_ids"])
+            return list(self._tokenizer(_encodable(text), add_special_tokens=False, **kwargs)["input_ids"])
 
         if not self._adds_space:
             return encode(text)
@@ -244,6 +243,11 @@ class ChatTokenizer:
                 return False
 
         return not is_shown(probe) and is_shown(_in_parts(probe))
+
+
+def _encodable(text: str) -> str:
+    """JSON can hold half of a surrogate pair, which has no encoding."""
+    return text.encode(errors="replace").decode()
 
 
 def _is_tool_shown(function: dict[str, Any], text: str, bare: str) -> bool:

@@ -9,9 +9,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-_DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _MAX_DEPTH = 64
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number in JSON")
+    return value
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key is given twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite, object_pairs_hook=_without_repetition)
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """For each tool, the JSON schemas of its arguments."""
@@ -64,7 +80,7 @@ def read_arguments(value: Any) -> Any:
         return {}
     if isinstance(value, str):
         decoded, end = decode_json(value, 0)
-        return decoded if end is not None else value
+        return decoded if end is not None and not value[end:].strip() else value
     return value
 
 
@@ -121,12 +137,16 @@ def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
     "7" is a number for an integer and a text for a string. What does not fit its type stays text, for the tool to
     refuse in its own words.
     """
-    types = _types(schema)
-    for name in types:
+    for name in _types(schema):
         with suppress(ValueError):
             if name in _CONVERSIONS:
                 return _CONVERSIONS[name](text.strip())
     return text
+
+
+def unquoted(value: Any, schema: Mapping[str, Any] | None) -> Any:
+    """The same for an argument that was quoted, though its type is none of text: Llama 4's template quotes all."""
+    return value if not isinstance(value, str) or "string" in _types(schema) else typed(value, schema)
 
 
 def _types(schema: Mapping[str, Any] | None) -> list[str]:
@@ -139,13 +159,14 @@ def _types(schema: Mapping[str, Any] | None) -> list[str]:
     return [*types, "null"] if schema.get("nullable") else types
 
 
-def _number(text: str) -> int | float:
-    with suppress(ValueError):
-        return int(text)
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError("not finite")
-    return value
+def _number(*kinds: type) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        value, end = decode_json(text, 0)
+        if end != len(text) or type(value) not in kinds:
+            raise ValueError("no such number")
+        return value
+
+    return convert
 
 
 def _one_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
@@ -170,8 +191,8 @@ def _container(kind: type) -> Callable[[str], Any]:
 
 
 _CONVERSIONS: dict[str, Callable[[str], Any]] = {
-    "integer": int,
-    "number": _number,
+    "integer": _number(int),
+    "number": _number(int, float),
     "boolean": _one_of({"true": True, "True": True, "false": False, "False": False}),
     "null": _one_of({"null": None, "None": None}),
     "object": _container(dict),

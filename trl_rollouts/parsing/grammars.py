@@ -1,8 +1,10 @@
 """Readers of calls, one for each kind of writing. `formats` says which family writes which.
 
 A reader takes a turn's text without its thoughts and returns what it calls, in order. It finds a call by the mark that
-opens it; from there on the text is a call, or a call that cannot be read, whose error says what is wrong with it. All
-are linear in the text's length, but for `python_calls`, which tries a bounded number of ends.
+opens it; from there on the text is a call, or a call that cannot be read, whose error says what is wrong with it.
+
+Behind a call that cannot be read, reading goes on at its closing mark. Where the next call opens before that, or there
+is none, it ends: what looks like a call there may be text of the broken one's arguments, and must not be run.
 """
 
 import ast
@@ -10,69 +12,99 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from .calls import Call, Schemas, decode_json, literal, skip_space, typed
+from .calls import Call, Schemas, decode_json, literal, skip_space, typed, unquoted
 
 Reader = Callable[[str, Schemas], list[Call]]
 
 _NOT_JSON = 'The tool call is not valid JSON. Write {"name": <function name>, "arguments": {...}} and close it.'
 
 
-def json_calls(opening: str, *, bare: str = "") -> Reader:
+class _Marks:
+    """What opens and what closes the calls of a format, as patterns."""
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self._opening, self._closing = re.compile(opening), re.compile(closing or "(?!)")
+
+    def read(self, text: str, position: int, read_one: Callable[[int, int, int], list[Call]]) -> list[Call]:
+        """All calls from `position` on. `read_one` takes where a call begins, where it goes on behind the mark that
+        opens it, and where the next one opens.
+        """
+        calls: list[Call] = []
+        match = self._opening.search(text, position)
+        while match is not None:
+            behind = self._opening.search(text, max(match.end(), match.start() + 1))
+            stop = behind.start() if behind else len(text)
+            calls += read_one(match.start(), match.end(), stop)
+            if calls[-1].error is not None:
+                closed = self._closing.search(text, match.end(), stop)
+                calls[-1] = replace(calls[-1], end=closed.end() if closed else len(text))
+            match = self._opening.search(text, max(calls[-1].end, match.start() + 1))
+        return calls
+
+
+def json_calls(opening: str, closing: str, *, bare: str = "") -> Reader:
     """Calls as JSON objects, or lists of them.
 
     Args:
         opening: a pattern for the mark before one.
-        bare: a pattern for what may stand before a call that begins the text without the mark; none by default.
+        closing: one for the mark behind one; empty where there is none.
+        bare: one for what may stand before calls that begin the text without a mark; none by default.
     """
-    pattern, bare_pattern = re.compile(opening), re.compile(bare) if bare else None
+    marks, bare_pattern = _Marks(opening, closing), re.compile(bare) if bare else None
 
     def read(text: str, schemas: Schemas) -> list[Call]:
-        match = pattern.search(text)
-        if match is None and bare_pattern and (begin := bare_pattern.match(text)):
-            whole = list(_one_behind_the_other(text, begin.end()))
-            return [_from_json(value, start if n else 0, end) for n, (value, start, end) in enumerate(whole)]
-        calls: list[Call] = []
-        while match is not None:
-            value, end = decode_json(text, match.end())
-            if end is None:  # no JSON: up to the next call, or the end
-                behind = pattern.search(text, match.end())
-                stop = behind.start() if behind else len(text)
-                calls.append(Call(match.start(), stop, arguments=text[match.end() : stop].strip(), error=_NOT_JSON))
-            else:
-                for item in value if isinstance(value, list) and value else [value]:
-                    calls.append(_from_json(item, match.start(), end))
-                calls += [_from_json(*found) for found in _one_behind_the_other(text, end)]
-                stop = calls[-1].end
-            match = pattern.search(text, stop)
-        return calls
+        def read_one(start: int, inner: int, stop: int) -> list[Call]:
+            value, end = decode_json(text, inner)
+            if end is None:
+                return [Call(start, stop, arguments=text[inner:stop].strip(), error=_NOT_JSON)]
+            items = value if isinstance(value, list) and value else [value]
+            return [*(_from_json(item, start, end) for item in items), *_one_behind_the_other(text, end)]
+
+        begin = bare_pattern.match(text) if bare_pattern else None
+        calls = list(_one_behind_the_other(text, begin.end())) if begin else []
+        if calls:
+            calls[0] = replace(calls[0], start=0)
+        return calls + marks.read(text, calls[-1].end if calls else 0, read_one)
 
     return read
+
+
+_NAME, _ARGUMENTS, _ID = ("name", "tool_name"), ("arguments", "parameters"), ("id", "tool_call_id")
+_BETWEEN, _LIKE_A_CALL = re.compile(r"\s*[,;]?\s*"), re.compile(r'\{\s*"(?:name|tool_name|type)"')
 
 
 def _from_json(value: Any, start: int, end: int) -> Call:
     if not isinstance(value, dict):
         return Call(start, end, arguments=value, error=_NOT_JSON)
     name, arguments, call_id = (_first(value, keys) for keys in (_NAME, _ARGUMENTS, _ID))
+    if others := [key for key in value if key not in (*_NAME, *_ARGUMENTS, *_ID, "type")]:
+        error = f'The tool call has {others[0]!r:.50} beside its name and its arguments. Put all into "arguments".'
+        return Call(start, end, str(name or ""), value, error=error)
     return Call.read(start, end, name, arguments, call_id)
-
-
-_NAME, _ARGUMENTS, _ID = ("name", "tool_name"), ("arguments", "parameters"), ("id", "tool_call_id")
 
 
 def _first(value: dict[str, Any], keys: tuple[str, ...]) -> Any:
     return next((value[key] for key in keys if key in value), None)
 
 
-def _one_behind_the_other(text: str, position: int) -> Iterator[tuple[Any, int, int]]:
-    """Whole calls, with nothing between them but space or a semicolon."""
-    while text.startswith("{", start := skip_space(text, position)):
+def _one_behind_the_other(text: str, position: int) -> Iterator[Call]:
+    """Calls without a mark, with nothing between them but space, a comma or a semicolon."""
+    while text.startswith("{", start := _end_of(_BETWEEN, text, position)):
         value, end = decode_json(text, start)
+        if end is None and _LIKE_A_CALL.match(text, start):
+            yield Call(start, len(text), arguments=text[start:], error=_NOT_JSON)
         if end is None or not (value.keys() & set(_NAME) and value.keys() & set(_ARGUMENTS)):
-            return
-        yield value, start, end
-        position = end + text.startswith(";", end)
+            return  # an answer that is JSON
+        yield _from_json(value, start, end)
+        position = end
+
+
+def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
+    match = pattern.match(text, position)
+    return match.end() if match else position
 
 
 Decode = Callable[[str, int, int], tuple[Any, int | None]]
@@ -83,35 +115,30 @@ def _json(text: str, start: int, stop: int) -> tuple[Any, int | None]:
     return decode_json(text, start)  # whose strings may hold what opens the next call
 
 
-def header_calls(opening: str, header: str, decode: Decode = _json) -> Reader:
+def header_calls(*, opening: str, header: str, closing: str, decode: Decode = _json) -> Reader:
     """Calls as a mark, a header and the arguments.
 
     Args:
         opening: a pattern for the mark.
         header: one with the group `name`, and `id` where the model writes one.
+        closing: one for the mark behind the arguments; empty where there is none.
         decode: reads the arguments.
     """
-    open_pattern, header_pattern = re.compile(opening), re.compile(header)
-
-    def read_one(text: str, start: int, inner: int, stop: int) -> Call:
-        head = header_pattern.match(text, inner)
-        if head is None:
-            error = "The tool call does not begin with the name of a function and its arguments."
-            return Call(start, stop, arguments=text[inner:stop], error=error)
-        value, end = decode(text, head.end(), stop)
-        if end is None:
-            error = f"The arguments of {head['name']} are not valid JSON."
-            return Call(start, stop, head["name"], text[head.end() : stop], error=error)
-        return Call.read(start, end, head["name"], value, head.groupdict().get("id"))
+    marks, header_pattern = _Marks(opening, closing), re.compile(header)
 
     def read(text: str, schemas: Schemas) -> list[Call]:
-        calls: list[Call] = []
-        match = open_pattern.search(text)
-        while match is not None:
-            behind = open_pattern.search(text, match.end())
-            calls.append(read_one(text, match.start(), match.end(), behind.start() if behind else len(text)))
-            match = open_pattern.search(text, max(match.end(), calls[-1].end))
-        return calls
+        def read_one(start: int, inner: int, stop: int) -> list[Call]:
+            head = header_pattern.match(text, inner)
+            if head is None:
+                error = "The tool call does not begin with the name of a function and its arguments."
+                return [Call(start, stop, arguments=text[inner:stop], error=error)]
+            value, end = decode(text, head.end(), stop)
+            if end is None:
+                error = f"The arguments of {head['name']} are not valid JSON."
+                return [Call(start, stop, head["name"], text[head.end() : stop], error=error)]
+            return [Call.read(start, end, head["name"], value, head.groupdict().get("id"))]
+
+        return marks.read(text, 0, read_one)
 
     return read
 
@@ -132,8 +159,8 @@ def xml_calls(
         lines: a value stands on lines of its own.
     """
     edge = "\n?" if lines else ""
-    open_pattern, name_pattern, end_pattern = re.compile(opening), re.compile(name), re.compile(rf"\s*{end_of_call}")
-    key_pattern = re.compile(rf"\s*{key}{edge}")
+    marks, name_pattern, end_pattern = _Marks(opening, end_of_call), re.compile(name), re.compile(rf"\s*{end_of_call}")
+    any_key, key_pattern = re.compile(key), re.compile(rf"\s*{key}{edge}")
     value_end = re.compile(rf"{edge}{end_of_value}(?=\s*(?:{end_of_call}|{re.sub('P<key>', ':', key)}))")
 
     def read_one(text: str, start: int, inner: int, ends: list[tuple[int, int]], schemas: Schemas) -> Call:
@@ -148,7 +175,7 @@ def xml_calls(
         while found := key_pattern.match(text, position):
             index = bisect_left(ends, (found.end(), 0))
             end = ends[index] if index < len(ends) else None
-            if end is None or key_pattern.search(text, found.end(), end[0]) or found["key"] in arguments:
+            if end is None or any_key.search(text, found.end(), end[0]) or found["key"] in arguments:
                 return broken(f"The argument {found['key']} of {called} is not closed, or given twice.")
             value = text[found.end() : end[0]]
             arguments[found["key"]] = typed(value, schemas.get(called, {}).get(found["key"]))
@@ -159,12 +186,7 @@ def xml_calls(
 
     def read(text: str, schemas: Schemas) -> list[Call]:
         ends = [match.span() for match in value_end.finditer(text)]
-        calls: list[Call] = []
-        match = open_pattern.search(text)
-        while match is not None:
-            calls.append(read_one(text, match.start(), match.end(), ends, schemas))
-            match = open_pattern.search(text, max(match.end(), calls[-1].end))
-        return calls
+        return marks.read(text, 0, lambda start, inner, stop: [read_one(text, start, inner, ends, schemas)])
 
     return read
 
@@ -198,45 +220,43 @@ def python_calls(opening: str, closing: str) -> Reader:
     def read(text: str, schemas: Schemas) -> list[Call]:
         if not opening:
             return read_block(text, 0, schemas) if re.match(r"\s*\[\s*[A-Za-z_][\w.]*\(", text) else []
-        calls: list[Call] = []
-        start = text.find(opening)
-        while start >= 0:
-            calls += read_block(text, start, schemas)
-            start = text.find(opening, max(calls[-1].end, start + len(opening)))
-        return calls
+        marks = _Marks(re.escape(opening), re.escape(closing))
+        return marks.read(text, 0, lambda start, inner, stop: read_block(text, start, schemas))
 
     return read
 
 
 def _call_nodes(code: str) -> list[ast.Call]:
-    """The calls that `code` is made of; none where it is anything else."""
+    """The calls that `code` is made of, a list of them or one behind the other; none where it is anything else."""
     try:
-        trees = [ast.parse(line, mode="eval").body for line in ([code] if code[:1] == "[" else code.splitlines())]
+        statements = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
+    trees = [statement.value for statement in statements if isinstance(statement, ast.Expr)]
     nodes = [node for tree in trees for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    return calls if len(calls) == len(nodes) else []
+    return calls if len(calls) == len(nodes) and len(trees) == len(statements) else []
 
 
 def _from_node(node: ast.Call, start: int, end: int, schemas: Schemas) -> Call:
-    name, keys = ast.unparse(node.func), [keyword.arg or "" for keyword in node.keywords]
+    keys = [keyword.arg or "" for keyword in node.keywords]
+    try:
+        name = ast.unparse(node.func)
+        values = [literal(keyword.value) for keyword in node.keywords]
+    except (ValueError, RecursionError):
+        return Call(start, end, error="The arguments of a call must be literals, and its name a name.")
     if node.args or "" in keys or len(set(keys)) < len(keys):
         return Call(start, end, name, error=f"Write each argument of {name} by its name, once.")
-    try:
-        values = [literal(keyword.value) for keyword in node.keywords]
-    except ValueError:
-        return Call(start, end, name, error=f"The arguments of {name} must be literals.")
     known = schemas.get(name, {})
     pairs = zip(keys, values, strict=True)
-    return Call.read(start, end, name, {k: typed(v, known.get(k)) if isinstance(v, str) else v for k, v in pairs})
+    return Call.read(start, end, name, {key: unquoted(value, known.get(key)) for key, value in pairs})
 
 
 def braced(quote: str) -> Decode:
     """A decoder of JSON with bare keys, and with `quote` around strings in place of quotation marks."""
     mark = re.escape(quote)
     token = re.compile(
-        rf'{mark}(?P<string>.*?){mark}|(?P<json>"(?:[^"\\]|\\.)*+")|(?P<word>[^\s{{}}\[\],:<"]++)(?P<key>\s*+(?=:))?|(?P<other>.)',
+        rf'{mark}(?P<string>.*?){mark}|(?P<json>"(?:[^"\\]|\\.)*+")|(?P<word>[^\s{{}}\[\],:<"]++)(?P<key>\s*+(?=:))?|(?P<other>[^"])',
         re.DOTALL,
     )
 

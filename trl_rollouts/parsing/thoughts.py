@@ -34,6 +34,18 @@ def split_thoughts(text: str, *, is_in_call: Callable[[int], bool]) -> tuple[str
             before, closed, after = text.partition(closing)
             return before.lstrip().removeprefix(opening).strip("\n"), after.lstrip("\n"), not closed
     before, closed, after = text.partition("</think>")
-    if closed and not is_in_call(len(before)):
+    if closed and "<think>" not in before and not is_in_call(len(before)):
         return before.strip("\n"), after.lstrip("\n"), False
     return None, text, False
+
+
+def later_thoughts(content: str, before: int) -> tuple[str, str, bool] | None:
+    """Thoughts that open in the content `before` a position, as the first call's: the thoughts, the content without
+    them, and whether they were left open.
+    """
+    places = [(content.find(opening, 0, before), opening, closing) for opening, closing in _TAGS]
+    start, opening, closing = min((place for place in places if place[0] >= 0), default=(-1, "", ""))
+    if start < 0:
+        return None
+    inner, closed, after = content[start + len(opening) :].partition(closing)
+    return inner.strip("\n"), content[:start] + after, not closed
