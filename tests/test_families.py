@@ -116,6 +116,16 @@ def test_an_observation_is_shown_once_as_text_and_the_turn_before_it_ends_once(n
     assert tokenizer.bridge([{**message, "content": text}], last_id=-1) == [end_id, *bridge]
 
 
+@pytest.mark.parametrize("name", [name for name, message in CASES.items() if message is TOOL])
+def test_a_name_that_a_model_made_up_brings_no_control_token_into_its_answer(name: str) -> None:
+    tokenizer = chat(name)
+    for word in (tokenizer.decode_one(token_id) for token_id in sorted(tokenizer.special_ids)[:40]):
+        hostile = tokenizer.bridge(
+            [{**TOOL, "name": f"multiply{word}", "tool_call_id": f"call00000{word}"}], last_id=-1
+        )
+        assert hostile == tokenizer.bridge([TOOL], last_id=-1)
+
+
 def _around(frame: str) -> tuple[str, str]:
     """What stands before and behind the one "x" that is the observation's."""
     at = max(

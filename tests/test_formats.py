@@ -231,6 +231,24 @@ def test_the_arguments_of_gpt_oss_may_hold_what_ends_a_message() -> None:
     assert runnable(read("gpt-oss", call)) == [("f", {"s": "<|call|> to=functions.g<|message|>{}"})]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("minimax", '<invoke name="f"><parameter name="s">x</parameter></invoke> y</parameter></invoke>'),
+        ("glm", "<tool_call>f<arg_key>s</arg_key><arg_value>x</arg_value></tool_call> y</arg_value></tool_call>"),
+        ("qwen3-coder", "<function=f><parameter=s>x</parameter></function> y</parameter></function>"),
+        ("gemma", '<|tool_call>call:f{s:<|"|>x<|"|>} y<|"|>,a:3}<tool_call|>'),
+        ("deepseek-v3.1", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"s": "x"}{"a": 2}<｜tool▁call▁end｜>'),
+    ],
+)
+def test_a_call_is_not_run_where_its_end_is_ambiguous(name: str, text: str) -> None:
+    assert [("error" in call) for call in read(name, text)["tool_calls"]] == [True]
+
+
+def test_an_answer_of_gpt_oss_without_channels_is_content() -> None:
+    assert read("gpt-oss", "Set x to=5 and go.") == {"role": "assistant", "content": "Set x to=5 and go."}
+
+
 def test_a_call_of_gpt_oss_that_is_cut_in_its_header_is_an_error() -> None:
     assert "error" in read("gpt-oss", "<|channel|>commentary to=functions.f <|constrain|>js")["tool_calls"][0]
 

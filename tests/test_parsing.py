@@ -91,7 +91,7 @@ def test_json_that_is_nested_beyond_reason_is_an_error(depth: int) -> None:
 
 def test_thousands_of_broken_calls_are_read_in_no_time() -> None:
     started = time.monotonic()
-    assert len(errors("<tool_call>x</tool_call>" * 10_000)) == 10_000
+    assert 8 < len(errors("<tool_call>x</tool_call>" * 10_000)) < 100
     assert time.monotonic() - started < 5
 
 
@@ -108,6 +108,9 @@ def test_nothing_is_run_behind_a_broken_call_that_is_not_closed() -> None:
         '{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}',
         '{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}}\n{"name": "g"}</tool_call>',
+        '```json\n{"name": "f", "arguments": {}}\n```\n```json\n{"name": "g", "arguments": {}}\n```',
+        '{"type": "function", "function": {"name": "f", "parameters": {}}}{"name": "g", "arguments": {}}',
     ],
 )
 def test_no_call_of_a_turn_is_lost_by_what_stands_between_them(text: str) -> None:
@@ -123,6 +126,7 @@ def test_no_call_of_a_turn_is_lost_by_what_stands_between_them(text: str) -> Non
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
         '{"name": "f", "arguments": {"a": 1}',
+        '<tool_call>{"name": "f", "arguments": null, "parameters": {"a": 1}}</tool_call>',
     ],
 )
 def test_a_call_is_not_run_with_arguments_that_were_not_given(text: str) -> None:
@@ -145,6 +149,18 @@ def test_thoughts_that_open_later_are_thoughts_too(first: str) -> None:
     )
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
     assert message["content"] == "So."
+
+
+def test_a_call_in_thoughts_between_calls_is_a_thought() -> None:
+    f = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    g = f.replace("f", "g")
+    assert calls(f"{f}<think>or {g}?</think>{f}") == [("f", {}), ("f", {})]
+
+
+def test_ids_differ_though_a_model_wrote_one_that_is_ours() -> None:
+    text = '<tool_call>[{"name": "f", "arguments": {}, "id": "call_1"}, {"name": "f", "arguments": {}}]</tool_call>'
+    first, second = parse_hermes(text)["tool_calls"]
+    assert first["id"] == "call_1" != second["id"]
 
 
 def test_a_closing_tag_and_braces_inside_a_string_belong_to_the_string() -> None:

@@ -189,8 +189,33 @@ def test_a_template_that_knows_content_only_in_parts_gets_parts(template: str) -
 
 def test_a_template_that_skips_the_text_of_a_role_is_refused() -> None:
     deaf = "{% for m in messages if m.role == 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(TemplateError, match="does not show the text of user messages"):
+    with pytest.raises(TemplateError, match="does not show the text of message 0 of a prompt, whose role is 'user'"):
         ChatTokenizer(byte_tokenizer(), chat_template=deaf).prompt([USER])
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "what"),
+    [
+        ("qwen3", {"role": "developer", "content": "Be brief."}, "text of message 1"),
+        ("qwen3_vl", {"role": "system", "content": "Be brief."}, "text of message 1"),
+        (
+            "lfm2",
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            "call of message 1",
+        ),
+        (
+            "llama3_1",
+            {"role": "assistant", "content": "Hm.", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            "text of message 1",
+        ),
+    ],
+)
+def test_a_message_of_the_prompt_that_the_template_skips_is_refused(
+    template: str, message: dict[str, Any], what: str
+) -> None:
+    answer = [TOOL] if "tool_calls" in message else []
+    with pytest.raises(TemplateError, match=f"does not show the {what}"):
+        chat(template).prompt([USER, message, *answer, USER])
 
 
 def test_a_tool_that_only_the_question_names_is_hidden() -> None:
@@ -211,6 +236,51 @@ def test_an_end_that_opens_the_next_message_is_kept_behind_another_eos_of_the_mo
     bridge = ChatTokenizer(byte_tokenizer(), chat_template=opens, eos_token_ids=[START, END]).bridge
     assert bridge([USER], last_id=START) == [*spelled("hi")]
     assert bridge([USER], last_id=END) == [START, *spelled("hi")]
+
+
+def test_an_end_before_a_header_of_plain_text_is_not_added_to_another_eos_of_the_model() -> None:
+    vicuna = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}"
+    bridge = ChatTokenizer(byte_tokenizer(), chat_template=vicuna + "{% endfor %}", eos_token_ids=[256]).bridge
+    assert bridge([USER], last_id=256) == [*spelled("user: hi")]
+
+
+def test_answers_are_proved_again_where_they_are_told_apart_in_another_way() -> None:
+    by_id = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.tool_calls[0].function.arguments.x }}<|im_end|>"
+        "{% elif m.role == 'tool' %}{% if m.tool_call_id %}{{ m.content }}<|im_end|>{% endif %}{% endif %}{% endfor %}"
+    )
+    bridge = ChatTokenizer(byte_tokenizer(), chat_template=by_id).bridge
+    assert bridge([TOOL], last_id=END) == [*spelled("56"), END]
+    with pytest.raises(TemplateError, match="then show messages"):
+        bridge([{"role": "tool", "content": "56"}], last_id=END)
+
+
+def test_content_in_parts_that_spell_the_mark_together_is_shown() -> None:
+    parts = [{"type": "text", "text": "ENDofTHE"}, {"type": "text", "text": "turn"}]
+    assert spelled("user\nENDofTHEturn") == chat().bridge([{"role": "user", "content": parts}], last_id=END)[2:19]
+
+
+@pytest.mark.parametrize("content", [["a"], [{"type": "text", "text": 3}], [{"text": "a"}]])
+def test_content_in_parts_that_are_no_text_is_refused(content: Any) -> None:
+    with pytest.raises(TemplateError, match="A message has content"):
+        chat().bridge([{"role": "user", "content": content}], last_id=END)
+
+
+def test_half_of_a_surrogate_pair_is_replaced_wherever_it_stands() -> None:
+    assert chat().bridge([{"role": "user", "content": "<|im_end|>\ud800b"}], last_id=END)[-15:-13] == spelled("?b")
+
+
+def test_several_chat_templates_are_refused_by_their_names() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "x", "tool_use": "y"}
+    with pytest.raises(TemplateError, match=r"several chat templates \(default, tool_use\)"):
+        ChatTokenizer(tokenizer)
+
+
+def test_an_eos_id_whose_text_is_in_an_observation_is_not_among_its_ids() -> None:
+    plain = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    bridge = ChatTokenizer(byte_tokenizer(), chat_template=plain, eos_token_ids=[262]).bridge
+    assert 262 not in bridge([{"role": "user", "content": "a</tool_call>b"}], last_id=END)
 
 
 def test_an_end_that_the_model_never_samples_is_found_and_not_added_to_its_own() -> None:

@@ -14,7 +14,7 @@ every message, once and in order.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import TemplateError
 from .trajectory import Message
@@ -43,7 +43,7 @@ class Bridge:
 
     def __init__(self, tokenizer: "ChatTokenizer") -> None:
         self._tokenizer = tokenizer
-        self._proved: dict[tuple[str, ...], _Junction] = {}
+        self._proved: dict[tuple[tuple[Any, ...], ...], _Junction] = {}
 
     def ids(self, observation: list[Message], *, last_id: int) -> list[int]:
         """The ids to append to a completion.
@@ -60,10 +60,15 @@ class Bridge:
         """
         control_words, texts = self._tokenizer.control_words, [message_text(message) for message in observation]
         marker, hole = (_absent(word, [*texts, str(observation)]) for word in (_MARKER, _HOLE))
-        shown = [{**m, "content": control_words.sub(hole, text)} for m, text in zip(observation, texts, strict=True)]
+        shown = [
+            {**self._named(message), "content": control_words.sub(hole, text)}
+            for message, text in zip(observation, texts, strict=True)
+        ]
         junction = self.prove(shown)
         tail = self._after_turn(junction.dummy_turn(marker, shown), marker, shown)
         ids = self._encode_with_holes(tail, hole, [word for text in texts for word in control_words.findall(text)])
+        if junction.end_id not in ids:
+            raise TemplateError(f"The chat template does not end the assistant's turn before {observation!r:.200}.")
         end = ids.index(junction.end_id)
         is_ended = last_id == junction.end_id or (last_id in self._tokenizer.eos_token_ids and not junction.is_opening)
         return ids[end + 1 :] if is_ended else ids[end:]
@@ -74,10 +79,18 @@ class Bridge:
         Raises:
             TemplateError: it does not. Unproved, the end might be found behind the observation, which would be lost.
         """
-        roles = tuple(message["role"] for message in observation)
-        if roles not in self._proved:
-            self._proved[roles] = self._find_junction(observation, roles)
-        return self._proved[roles]
+        ids = [message.get("tool_call_id") for message in observation]  # templates look answers up by it
+        key = tuple(
+            (m["role"], bool(m.get("name")), i and ids.index(i)) for m, i in zip(observation, ids, strict=True)
+        )
+        if key not in self._proved:
+            self._proved[key] = self._find_junction(observation, tuple(message["role"] for message in observation))
+        return self._proved[key]
+
+    def _named(self, message: Message) -> Message:
+        """The message with names that are only names: a model may have written an unknown tool's."""
+        names = {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+        return {**message, **{key: self._tokenizer.control_words.sub("", name) for key, name in names.items()}}
 
     def _find_junction(self, observation: list[Message], roles: tuple[str, ...]) -> _Junction:
         marks = [f"OBSERVATION{index}x" for index in range(len(observation))]
@@ -91,10 +104,12 @@ class Bridge:
                 continue
             places = [tail.find(mark) for mark in marks]
             is_shown = -1 not in places and places == sorted(places) and all(tail.count(mark) == 1 for mark in marks)
-            ids = self._tokenizer.encode(tail[: min(places)]) if is_shown else []
-            end = self._find_end(ids, has_calls=dummy_turn is not _content_only)
+            ids = self._tokenizer.encode(tail[: min(places)]) if is_shown and places else []
+            has_calls = dummy_turn is not _content_only
+            end = self._find_end(ids, has_calls=has_calls)
             if end is not None:
-                return _Junction(dummy_turn, ids[end], self._is_opening(ids[end + 1 :]))
+                is_opening = self._is_text(ids[end + 1 :]) and (has_calls or not self._ends_alone_with(ids[end]))
+                return _Junction(dummy_turn, ids[end], is_opening)
             failure = (
                 f"The chat template does not end the assistant's turn and then show messages of the roles {roles}: it "
                 f"continues with {tail[:200]!r}, and the ids that end a turn are "
@@ -113,14 +128,20 @@ class Bridge:
                     return index
         return None
 
-    def _is_opening(self, behind: list[int]) -> bool:
-        """Whether the message's own text, and no further special token, follows the end."""
+    def _is_text(self, behind: list[int]) -> bool:
+        """Whether text, and no further special token, follows the end: then it may be what opens the message."""
         for token_id in behind:
             if token_id in self._tokenizer.special_ids:
                 return False
             if self._tokenizer.decode_one(token_id).strip():
                 return True
         return True
+
+    def _ends_alone_with(self, token_id: int) -> bool:
+        """Whether the template ends the assistant's turn with `token_id` where no message follows."""
+        turns = [{"role": "user", "content": "."}, _content_only(_MARKER, [])]
+        text = self._tokenizer.render(turns, is_whole=True)
+        return token_id in self._tokenizer.encode(text.rpartition(_MARKER)[2])
 
     def _after_turn(self, turn: Message, marker: str, observation: list[Message]) -> str:
         """What the template writes behind `marker`, the last one of the assistant's `turn`."""
@@ -155,9 +176,9 @@ def _call_only(marker: str, observation: list[Message]) -> Message:
     answers = [message for message in observation if message["role"] == "tool"]
     calls = [
         {
-            "id": message.get("tool_call_id", f"call_{index}"),
+            "id": message.get("tool_call_id") or f"call_{index}",
             "type": "function",
-            "function": {"name": message.get("name", "tool"), "arguments": {"x": marker}},
+            "function": {"name": message.get("name") or "tool", "arguments": {"x": marker}},
         }
         for index, message in enumerate(answers)
     ]
@@ -172,7 +193,7 @@ def _call_with_content(marker: str, observation: list[Message]) -> Message:
 def _absent(word: str, texts: list[str]) -> str:
     """`word`, made longer until it stands in no text."""
     while any(word in text for text in texts):
-        word += "Z"
+        word += "Z" * len(word)
     return word
 
 

@@ -38,6 +38,11 @@ class ChatTokenizer:
         self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor wraps its tokenizer
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None) or None
         self._template_kwargs = template_kwargs or {}
+        if isinstance(self.chat_template, dict):
+            raise TemplateError(
+                f"The tokenizer has several chat templates ({', '.join(self.chat_template)}). Set "
+                "tokenizer.chat_template to one of them."
+            )
         if self._tokenizer.eos_token_id is None:
             raise TemplateError("The tokenizer has no eos_token, so no turn can end. Set tokenizer.eos_token.")
         self.eos_token_id: int = self._tokenizer.eos_token_id
@@ -48,12 +53,16 @@ class ChatTokenizer:
                 "than it was saved as (transformers 5 makes a LlamaTokenizer of files that are none); load "
                 "it as PreTrainedTokenizerFast, or beside the model's config.json."
             )
-        self._shown: set[str] = set()
+        self._shown: set[tuple[tuple[str, bool, int], ...]] = set()
         self._bridge = Bridge(self)
         added = self._tokenizer.added_tokens_decoder
         self.special_ids = frozenset({*self.eos_token_ids, *(i for i, token in added.items() if token.special)})
         in_template = str(self.chat_template)
-        control = {t.content for t in added.values() if t.special or (t.content.strip() and t.content in in_template)}
+        control = {
+            token.content
+            for token_id, token in added.items()
+            if token_id in self.special_ids or (token.content.strip() and token.content in in_template)
+        }
         self.control_words = alternatives(control | set(self._tokenizer.all_special_tokens))
         """Matches the text of a token that means something to the model beyond its text."""
 
@@ -85,7 +94,8 @@ class ChatTokenizer:
             return encode(text)
         before = encode("\n")  # a byte token in SentencePiece's vocabularies: it merges with nothing
         whole = encode("\n" + text)
-        assert whole[: len(before)] == before, "the newline has merged with the text"
+        if whole[: len(before)] != before:
+            raise TemplateError(f"The tokenizer merges a newline with what follows it: {text!r:.200}.")
         return whole[len(before) :]
 
     @cached_property
@@ -131,7 +141,8 @@ class ChatTokenizer:
             text = self.render(messages, tools=list(tools) or None)
             bare = self.render(messages) if tools else ""
             self._check_shown(messages)
-        hidden = [tool["function"]["name"] for tool in tools if not _is_tool_shown(tool["function"], text, bare)]
+        functions = [tool.get("function", tool) for tool in tools]
+        hidden = [function.get("name") for function in functions if not _is_tool_shown(function, text, bare)]
         if hidden:
             raise TemplateError(
                 f"The prompt does not show the tools {hidden} to the model. Use a chat template that renders `tools` "
@@ -144,15 +155,22 @@ class ChatTokenizer:
         return token_ids
 
     def _check_shown(self, messages: list[Message]) -> None:
-        """Some templates skip a role without a word."""
-        for role in {message["role"] for message in messages} & {"user", "system"} - self._shown:
-            probe = {"role": role, "content": _SHOWN}
-            after = [{"role": "user", "content": "."}] if role == "system" else []
-            if _SHOWN not in self.render([probe, *after]):
-                raise TemplateError(f"The chat template does not show the text of {role} messages to the model.")
-            self._shown.add(role)
+        """Some templates skip a role, a second system message or a call without a word."""
         if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
             raise TemplateError("The prompt ends with a tool call of the assistant's. Add its answer, or take it out.")
+        kinds = tuple((m["role"], bool(message_text(m)), len(m.get("tool_calls") or ())) for m in messages)
+        if kinds in self._shown:
+            return
+        text = self.render([_marked(message, f"SHOWN{index}x") for index, message in enumerate(messages)])
+        for index, (role, has_text, num_calls) in enumerate(kinds):
+            for what, is_there in (("text", has_text), ("call", num_calls > 0)):
+                if is_there and f"SHOWN{index}x{what}" not in text:
+                    raise TemplateError(
+                        f"The chat template does not show the {what} of message {index} of a prompt, whose role is "
+                        f"{role!r} (the roles are {[kind[0] for kind in kinds]}). Leave it out, or use a template "
+                        "that shows it."
+                    )
+        self._shown.add(kinds)
 
     def written_calls(self, functions: Sequence[dict[str, Any]], call_ids: Sequence[str]) -> str:
         """A turn in which the assistant calls `functions`, dicts of `name` and `arguments`, as the template writes it.
@@ -191,8 +209,10 @@ class ChatTokenizer:
         except TemplateError as cause:
             raise SetupError(str(cause)) from cause
 
-    def render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
-        """A conversation as the template writes it, up to the model's next word.
+    def render(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, *, is_whole: bool = False
+    ) -> str:
+        """A conversation as the template writes it, up to the model's next word, or whole.
 
         Raises:
             TemplateError: there is no template, or it fails.
@@ -205,23 +225,23 @@ class ChatTokenizer:
         if self._content_is_parts:
             messages = [_in_parts(message) for message in messages]
         try:
-            return self._apply(messages, tools)
+            return self._apply(messages, tools, is_whole)
         except TemplateError:
             try:  # DeepSeek V3 puts the arguments of a call into the text as they are, which no dict can be
-                return self._apply([_arguments_as_text(message) for message in messages], tools)
+                return self._apply([_arguments_as_text(message) for message in messages], tools, is_whole)
             except TemplateError:
                 pass
             raise
 
-    def _apply(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
-        continues = messages[-1]["role"] == "assistant"
+    def _apply(self, messages: list[Message], tools: list[dict[str, Any]] | None, is_whole: bool = False) -> str:
+        continues = messages[-1]["role"] == "assistant" and not is_whole
         try:
             return str(
                 self._tokenizer.apply_chat_template(
                     messages,
                     tools=tools,
                     chat_template=self.chat_template,
-                    add_generation_prompt=not continues,
+                    add_generation_prompt=not continues and not is_whole,
                     continue_final_message=continues,
                     tokenize=False,
                     **self._template_kwargs,
@@ -250,11 +270,26 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def _marked(message: Message, mark: str) -> Message:
+    """The message with `mark` for its text, and for the name of what it calls."""
+    marked = {**message, "content": f"{mark}text"} if message_text(message) else message
+    if not message.get("tool_calls"):
+        return marked
+    calls = []
+    for call in message["tool_calls"]:
+        function = {**call.get("function", call), "name": f"{mark}call"}
+        calls.append({**call, "function": function} if "function" in call else {**call, **function})
+    return {**marked, "tool_calls": calls}
+
+
 def _is_tool_shown(function: dict[str, Any], text: str, bare: str) -> bool:
     """Whether a prompt shows a tool: more often than it does without tools (a question may name it), or because its
     author has described it.
     """
-    name, (first_line, *_) = function["name"], str(function.get("description", "")).strip().splitlines() or [""]
+    name, (first_line, *_) = (
+        str(function.get("name")),
+        str(function.get("description", "")).strip().splitlines() or [""],
+    )
     return text.count(name) > bare.count(name) or bool(name in bare and first_line and first_line in bare)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from .env import StepResult, call
+from .env import StepResult, call, exits_as_errors
 from .errors import SetupError
 from .parsing import read_arguments
 from .trajectory import Message
@@ -160,6 +160,7 @@ class ToolEnv:
         name, arguments = item["function"]["name"], read_arguments(item["function"].get("arguments"))
         if index < MAX_CALLS_PER_TURN:
             result, error, content = await self._answer(name, arguments, item.get("error"))
+            content = content if error is None else content[:_MAX_ERROR_CHARS]
         else:
             result, error = None, "too_many_calls"
             content = f"Error: only the first {MAX_CALLS_PER_TURN} calls of a turn are run."
@@ -192,7 +193,8 @@ class ToolEnv:
             return None, "timeout", f"Error: {name} took longer than {self._timeout_s:g} seconds and was given up."
         try:
             result = task.result()
-            content = as_text(result)
+            with exits_as_errors():  # it may run code of the result's
+                content = as_text(result)
         except Exception as failure:
             return None, "exception", f"Error: {_one_line(failure)}"
         return result, None, content
@@ -208,10 +210,11 @@ _MAX_ERROR_CHARS = 500
 
 def _one_line(failure: Exception) -> str:
     try:
-        words = " ".join(str(failure).split())
+        with exits_as_errors():
+            words = " ".join(str(failure).split())
     except Exception:  # an exception's own code, the user's
         words = "(its message cannot be read)"
-    return f"{type(failure).__name__}: {words}"[:_MAX_ERROR_CHARS]
+    return f"{type(failure).__name__}: {words}"
 
 
 def _forget(task: "asyncio.Future[Any]") -> None:

@@ -61,11 +61,13 @@ def test_both_real_servers_give_the_same_greedy_rows(trl_server: str, vllm_serve
 
 def test_stop_strings_reach_the_sampler_and_their_text_stays(trl_server: str, smollm2: Path) -> None:
     rollout = env_rollout(TwoTurns, max_turns=1, base_url=trl_server, weight_sync=None)
-    trainer = fake_trainer(AutoTokenizer.from_pretrained(smollm2), temperature=0.0, max_completion_length=64)
-    trainer.args.generation_kwargs = {"stop": ["Shakespeare"]}
+    trainer = fake_trainer(AutoTokenizer.from_pretrained(smollm2), temperature=0.0, max_completion_length=32)
+    whole = rollout([QUESTIONS[2]], trainer)["transcript"][0][-1]["content"]
+    word = whole.split()[4]
+    trainer.args.generation_kwargs = {"stop": [word]}
     batch = rollout([QUESTIONS[2]], trainer)
     rollout.close()
-    assert batch["transcript"][0][-1]["content"].endswith("Shakespeare")
+    assert batch["transcript"][0][-1]["content"] == whole[: whole.index(word) + len(word)]
     assert batch["stop_reason"] == ["max_turns"]
 
 

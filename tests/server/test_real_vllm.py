@@ -98,6 +98,26 @@ def own_logprobs(model: Any, prompt_ids: list[int], completion_ids: list[int], t
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].tolist()
 
 
+class OneTurn(ThreeTurns):
+    def step(self, action: Message) -> StepResult:
+        return StepResult(terminated=True)
+
+
+def test_a_turn_ends_where_the_trainers_tokenizer_says_and_that_id_is_part_of_it(
+    vllm_server: str, smollm2: Path, model: Any
+) -> None:
+    """As for a base model trained on ChatML: the server stops at what the model's own files name."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer.eos_token = "."
+    rollout = env_rollout(OneTurn, base_url=vllm_server, weight_sync=None)
+    batch = rollout(QUESTIONS[:2], trainer_for(tokenizer, model, max_completion_length=100))
+    full_stop = tokenizer.convert_tokens_to_ids(".")
+    assert [ids.count(full_stop) for ids in batch["completion_ids"]] == [1, 1]
+    assert [ids[-1] for ids in batch["completion_ids"]] == [full_stop, full_stop]
+    assert batch["env_mask"] == [[1] * len(ids) for ids in batch["completion_ids"]]
+    assert batch["stop_reason"] == ["terminated", "terminated"]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_logprobs_of_a_three_turn_row_are_the_trainers_own(
     vllm_server: str, tokenizer: Any, model: Any, temperature: float

@@ -59,11 +59,17 @@ class Call:
             return cls(start, end, name, arguments, own_id, error)
         return cls(start, end, name, arguments, own_id)
 
-    def as_tool_call(self, index: int) -> dict[str, Any]:
-        """The entry of an assistant message's `tool_calls`."""
-        function = {"name": self.name, "arguments": self.arguments}
-        entry: dict[str, Any] = {"id": self.id or f"call_{index}", "type": "function", "function": function}
-        return entry if self.error is None else {**entry, "error": self.error}
+
+def as_tool_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """The entries of an assistant message's `tool_calls`."""
+    taken = {call.id for call in calls}
+    entries = []
+    for index, call in enumerate(calls):
+        spare = next(spare for spare in (f"call_{index}", f"call_{index}_own") if spare not in taken)
+        function = {"name": call.name, "arguments": call.arguments}
+        entry: dict[str, Any] = {"id": call.id or spare, "type": "function", "function": function}
+        entries.append(entry if call.error is None else {**entry, "error": call.error})
+    return entries
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:

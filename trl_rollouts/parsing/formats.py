@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..trajectory import Message
-from .calls import Call, Schemas, decode_json
+from .calls import Call, Schemas, as_tool_calls, decode_json
 from .grammars import Reader, braced, header_calls, json_calls, python_calls, xml_calls
 from .thoughts import later_thoughts, split_thoughts
 
@@ -32,6 +32,9 @@ class ToolFormat:
     formats without quotes need."""
 
 
+_MAX_LATER_THOUGHTS = 16
+
+
 def _tagged(name: str, read: Reader) -> ToolFormat:
     """A format whose calls stand in the text, behind the thoughts."""
 
@@ -41,7 +44,9 @@ def _tagged(name: str, read: Reader) -> ToolFormat:
 
         reasoning, content, is_open = split_thoughts(text, is_in_call=is_in_call)
         calls = read(content, schemas)
-        while calls and not is_open and (more := later_thoughts(content, calls[0].start)):
+        for _ in range(_MAX_LATER_THOUGHTS):
+            if is_open or not (more := later_thoughts(content, [(call.start, call.end) for call in calls])):
+                break
             thought, content, is_open = more
             reasoning = thought if reasoning is None else f"{reasoning}\n{thought}"
             calls = read(content, schemas)
@@ -59,7 +64,7 @@ def _message(reasoning: str | None, content: str, calls: list[Call]) -> Message:
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [call.as_tool_call(index) for index, call in enumerate(calls)]
+        message["tool_calls"] = as_tool_calls(calls)
     return message
 
 
@@ -73,11 +78,11 @@ def _parse_channels(text: str, schemas: Schemas) -> Message:
     thoughts, contents, calls, position = list[str](), list[str](), list[Call](), 0
     while position < len(text) and (match := _HEADER.match(text, position)):
         header, start = match[1], match.end()
+        if not match[2] and "<|channel|>" not in header:
+            break
         if recipient := _RECIPIENT.search(header):
             calls.append(_call_to(recipient[1], text, start))
             start = calls[-1].end
-        elif not match[2] and "<|channel|>" not in header:
-            break
         end = _END.search(text, start)
         assert end is not None, "the text ends"
         if not recipient:

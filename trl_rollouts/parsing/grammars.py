@@ -22,24 +22,24 @@ Reader = Callable[[str, Schemas], list[Call]]
 _NOT_JSON = 'The tool call is not valid JSON. Write {"name": <function name>, "arguments": {...}} and close it.'
 
 
+_MAX_BROKEN = 32
+
+
 class _Marks:
     """What opens and what closes the calls of a format, as patterns."""
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening, self._closing = re.compile(opening), re.compile(closing or "(?!)")
 
-    def read(self, text: str, position: int, read_one: Callable[[int, int, int], list[Call]]) -> list[Call]:
-        """All calls from `position` on. `read_one` takes where a call begins, where it goes on behind the mark that
-        opens it, and where the next one opens.
-        """
+    def read(self, text: str, position: int, read_one: Callable[[int, int], list[Call]]) -> list[Call]:
+        """All calls from `position` on. `read_one` takes where a call begins, and where it goes on behind the mark."""
         calls: list[Call] = []
         match = self._opening.search(text, position)
-        while match is not None:
-            behind = self._opening.search(text, max(match.end(), match.start() + 1))
-            stop = behind.start() if behind else len(text)
-            calls += read_one(match.start(), match.end(), stop)
+        while match is not None and sum(call.error is not None for call in calls) < _MAX_BROKEN:
+            calls += read_one(match.start(), match.end())
             if calls[-1].error is not None:
-                closed = self._closing.search(text, match.end(), stop)
+                behind = self._opening.search(text, max(match.end(), match.start() + 1))
+                closed = self._closing.search(text, match.end(), behind.start() if behind else len(text))
                 calls[-1] = replace(calls[-1], end=closed.end() if closed else len(text))
             match = self._opening.search(text, max(calls[-1].end, match.start() + 1))
         return calls
@@ -56,15 +56,18 @@ def json_calls(opening: str, closing: str, *, bare: str = "") -> Reader:
     marks, bare_pattern = _Marks(opening, closing), re.compile(bare) if bare else None
 
     def read(text: str, schemas: Schemas) -> list[Call]:
-        def read_one(start: int, inner: int, stop: int) -> list[Call]:
+        def read_one(start: int, inner: int) -> list[Call]:
             value, end = decode_json(text, inner)
             if end is None:
-                return [Call(start, stop, arguments=text[inner:stop].strip(), error=_NOT_JSON)]
+                return [Call(start, inner, arguments=text[inner:], error=_NOT_JSON)]
             items = value if isinstance(value, list) and value else [value]
-            return [*(_from_json(item, start, end) for item in items), *_one_behind_the_other(text, end)]
+            return [
+                *(_from_json(item, start, end) for item in items),
+                *_one_behind_the_other(text, end, is_marked=True),
+            ]
 
         begin = bare_pattern.match(text) if bare_pattern else None
-        calls = list(_one_behind_the_other(text, begin.end())) if begin else []
+        calls = list(_one_behind_the_other(text, begin.end(), is_marked=False)) if begin else []
         if calls:
             calls[0] = replace(calls[0], start=0)
         return calls + marks.read(text, calls[-1].end if calls else 0, read_one)
@@ -73,33 +76,40 @@ def json_calls(opening: str, closing: str, *, bare: str = "") -> Reader:
 
 
 _NAME, _ARGUMENTS, _ID = ("name", "tool_name"), ("arguments", "parameters"), ("id", "tool_call_id")
-_BETWEEN, _LIKE_A_CALL = re.compile(r"\s*[,;]?\s*"), re.compile(r'\{\s*"(?:name|tool_name|type)"')
+_BETWEEN, _LIKE_A_CALL = re.compile(r"(?:[\s,;]|```(?:json)?)*+"), re.compile(r'\{\s*"(?:name|tool_name|type)"')
 
 
 def _from_json(value: Any, start: int, end: int) -> Call:
     if not isinstance(value, dict):
         return Call(start, end, arguments=value, error=_NOT_JSON)
-    name, arguments, call_id = (_first(value, keys) for keys in (_NAME, _ARGUMENTS, _ID))
-    if others := [key for key in value if key not in (*_NAME, *_ARGUMENTS, *_ID, "type")]:
-        error = f'The tool call has {others[0]!r:.50} beside its name and its arguments. Put all into "arguments".'
-        return Call(start, end, str(name or ""), value, error=error)
+    if isinstance(value.get("function"), dict):  # as the schemas in the prompt are written
+        value = value["function"]
+    given = [[key for key in keys if key in value] for keys in (_NAME, _ARGUMENTS, _ID)]
+    if len(value) - ("type" in value) > sum(map(bool, given)):
+        error = 'The tool call has more than a name and its arguments. Put all of these into "arguments".'
+        return Call(start, end, arguments=value, error=error)
+    name, arguments, call_id = (value[keys[0]] if keys else None for keys in given)
     return Call.read(start, end, name, arguments, call_id)
 
 
-def _first(value: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    return next((value[key] for key in keys if key in value), None)
+def _one_behind_the_other(text: str, position: int, *, is_marked: bool) -> Iterator[Call]:
+    """JSON objects with nothing between them but space, a comma, a semicolon or the marks of code.
 
-
-def _one_behind_the_other(text: str, position: int) -> Iterator[Call]:
-    """Calls without a mark, with nothing between them but space, a comma or a semicolon."""
+    Without a mark before them, those that are no calls are an answer.
+    """
     while text.startswith("{", start := _end_of(_BETWEEN, text, position)):
         value, end = decode_json(text, start)
-        if end is None and _LIKE_A_CALL.match(text, start):
+        if end is None and (is_marked or _LIKE_A_CALL.match(text, start)):
             yield Call(start, len(text), arguments=text[start:], error=_NOT_JSON)
-        if end is None or not (value.keys() & set(_NAME) and value.keys() & set(_ARGUMENTS)):
-            return  # an answer that is JSON
+        if end is None or not (is_marked or _is_call(value)):
+            return
         yield _from_json(value, start, end)
         position = end
+
+
+def _is_call(value: dict[str, Any]) -> bool:
+    function = value["function"] if isinstance(value.get("function"), dict) else value
+    return bool(function.keys() & set(_NAME) and function.keys() & set(_ARGUMENTS))
 
 
 def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
@@ -107,15 +117,11 @@ def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
     return match.end() if match else position
 
 
-Decode = Callable[[str, int, int], tuple[Any, int | None]]
-"""Reads the arguments that begin at one position and end before another; where they end, None if they cannot be."""
+Decode = Callable[[str, int], tuple[Any, int | None]]
+"""Reads the arguments that begin at a position; where they end, None if they cannot be read."""
 
 
-def _json(text: str, start: int, stop: int) -> tuple[Any, int | None]:
-    return decode_json(text, start)  # whose strings may hold what opens the next call
-
-
-def header_calls(*, opening: str, header: str, closing: str, decode: Decode = _json) -> Reader:
+def header_calls(*, opening: str, header: str, closing: str, decode: Decode = decode_json) -> Reader:
     """Calls as a mark, a header and the arguments.
 
     Args:
@@ -125,17 +131,18 @@ def header_calls(*, opening: str, header: str, closing: str, decode: Decode = _j
         decode: reads the arguments.
     """
     marks, header_pattern = _Marks(opening, closing), re.compile(header)
+    rest = re.compile(rf"[\s`]*+(?:{closing}|{opening}|\Z)" if closing else "")
 
     def read(text: str, schemas: Schemas) -> list[Call]:
-        def read_one(start: int, inner: int, stop: int) -> list[Call]:
+        def read_one(start: int, inner: int) -> list[Call]:
             head = header_pattern.match(text, inner)
             if head is None:
                 error = "The tool call does not begin with the name of a function and its arguments."
-                return [Call(start, stop, arguments=text[inner:stop], error=error)]
-            value, end = decode(text, head.end(), stop)
-            if end is None:
+                return [Call(start, inner, arguments=text[inner:], error=error)]
+            value, end = decode(text, head.end())
+            if end is None or not rest.match(text, end):
                 error = f"The arguments of {head['name']} are not valid JSON."
-                return [Call(start, stop, head["name"], text[head.end() : stop], error=error)]
+                return [Call(start, inner, head["name"], text[head.end() :], error=error)]
             return [Call.read(start, end, head["name"], value, head.groupdict().get("id"))]
 
         return marks.read(text, 0, read_one)
@@ -158,10 +165,12 @@ def xml_calls(
         end_of_call: one for what ends the call.
         lines: a value stands on lines of its own.
     """
-    edge = "\n?" if lines else ""
-    marks, name_pattern, end_pattern = _Marks(opening, end_of_call), re.compile(name), re.compile(rf"\s*{end_of_call}")
-    any_key, key_pattern = re.compile(key), re.compile(rf"\s*{key}{edge}")
-    value_end = re.compile(rf"{edge}{end_of_value}(?=\s*(?:{end_of_call}|{re.sub('P<key>', ':', key)}))")
+    edge = "\n" if lines else ""
+    marks, name_pattern = _Marks(opening, end_of_call), re.compile(name)
+    any_key, key_pattern = re.compile(key), re.compile(rf"\s*{key}{edge and '(?:' + edge + ')?'}")
+    any_end, end_pattern = re.compile(end_of_call), re.compile(rf"\s*{end_of_call}")
+    open_pattern = re.compile(opening)
+    value_end = re.compile(rf"{end_of_value}(?=\s*(?:{end_of_call}|{re.sub('P<key>', ':', key)}))")
 
     def read_one(text: str, start: int, inner: int, ends: list[tuple[int, int]], schemas: Schemas) -> Call:
         head = name_pattern.match(text, inner)
@@ -177,21 +186,24 @@ def xml_calls(
             end = ends[index] if index < len(ends) else None
             if end is None or any_key.search(text, found.end(), end[0]) or found["key"] in arguments:
                 return broken(f"The argument {found['key']} of {called} is not closed, or given twice.")
-            value = text[found.end() : end[0]]
+            value = text[found.end() : end[0]].removesuffix(edge)
             arguments[found["key"]] = typed(value, schemas.get(called, {}).get(found["key"]))
             position = end[1]
         if (closed := end_pattern.match(text, position)) is None:
             return broken(f"The call of {called} is not closed, or has text between its arguments.")
+        again, behind = any_end.search(text, closed.end()), open_pattern.search(text, closed.end())
+        if again and (behind is None or again.start() < behind.start()):
+            return broken(f"The call of {called} is closed twice.")
         return Call.read(start, closed.end(), called, arguments)
 
     def read(text: str, schemas: Schemas) -> list[Call]:
         ends = [match.span() for match in value_end.finditer(text)]
-        return marks.read(text, 0, lambda start, inner, stop: [read_one(text, start, inner, ends, schemas)])
+        return marks.read(text, 0, lambda start, inner: [read_one(text, start, inner, ends, schemas)])
 
     return read
 
 
-_MAX_ENDS = 8
+_MAX_ENDS, _MAX_CODE_CHARS = 4, 50_000
 
 
 def python_calls(opening: str, closing: str) -> Reader:
@@ -212,7 +224,7 @@ def python_calls(opening: str, closing: str) -> Reader:
     def read_block(text: str, start: int, schemas: Schemas) -> list[Call]:
         inner, end = start + len(opening), len(text)
         for end in ends(text, inner):
-            if nodes := _call_nodes(text[inner:end].strip()):
+            if end - inner <= _MAX_CODE_CHARS and (nodes := _call_nodes(text[inner:end].strip())):
                 return [_from_node(node, start, end, schemas) for node in nodes]
         error = "The tool call is not a list of Python calls that is closed."
         return [Call(start, end, arguments=text[inner:end], error=error)]
@@ -221,7 +233,7 @@ def python_calls(opening: str, closing: str) -> Reader:
         if not opening:
             return read_block(text, 0, schemas) if re.match(r"\s*\[\s*[A-Za-z_][\w.]*\(", text) else []
         marks = _Marks(re.escape(opening), re.escape(closing))
-        return marks.read(text, 0, lambda start, inner, stop: read_block(text, start, schemas))
+        return marks.read(text, 0, lambda start, inner: read_block(text, start, schemas))
 
     return read
 
@@ -260,9 +272,9 @@ def braced(quote: str) -> Decode:
         re.DOTALL,
     )
 
-    def decode(text: str, start: int, stop: int) -> tuple[Any, int | None]:
+    def decode(text: str, start: int) -> tuple[Any, int | None]:
         parts, depth, position = list[str](), 0, skip_space(text, start)
-        while match := token.match(text, position, stop):
+        while match := token.match(text, position):
             position = match.end()
             if match["string"] is not None:
                 parts.append(json.dumps(match["string"]))

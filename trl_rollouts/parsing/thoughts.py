@@ -1,5 +1,6 @@
 """A model's reasoning, and where it ends."""
 
+import re
 from collections.abc import Callable
 
 _TAGS = (
@@ -39,13 +40,16 @@ def split_thoughts(text: str, *, is_in_call: Callable[[int], bool]) -> tuple[str
     return None, text, False
 
 
-def later_thoughts(content: str, before: int) -> tuple[str, str, bool] | None:
-    """Thoughts that open in the content `before` a position, as the first call's: the thoughts, the content without
-    them, and whether they were left open.
+def later_thoughts(content: str, calls: list[tuple[int, int]]) -> tuple[str, str, bool] | None:
+    """Thoughts that open before the last call, and in none: the thoughts, the content without them, and whether they
+    were left open.
     """
-    places = [(content.find(opening, 0, before), opening, closing) for opening, closing in _TAGS]
-    start, opening, closing = min((place for place in places if place[0] >= 0), default=(-1, "", ""))
-    if start < 0:
-        return None
-    inner, closed, after = content[start + len(opening) :].partition(closing)
-    return inner.strip("\n"), content[:start] + after, not closed
+    for match in _OPENING.finditer(content, 0, calls[-1][0] if calls else 0):
+        if not any(start < match.start() < end for start, end in calls):
+            inner, closed, after = content[match.end() :].partition(_CLOSING[match[0]])
+            return inner.strip("\n"), content[: match.start()] + after, not closed
+    return None
+
+
+_CLOSING = dict(_TAGS)
+_OPENING = re.compile("|".join(map(re.escape, _CLOSING)))
