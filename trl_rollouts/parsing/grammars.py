@@ -12,7 +12,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .calls import Call, Schemas, decode_json, literal, skip_space, typed, unquoted
@@ -20,9 +20,8 @@ from .calls import Call, Schemas, decode_json, literal, skip_space, typed, unquo
 Reader = Callable[[str, Schemas], list[Call]]
 
 _NOT_JSON = 'The tool call is not valid JSON. Write {"name": <function name>, "arguments": {...}} and close it.'
-
-
 _MAX_BROKEN = 32
+"""Broken calls after which a turn is read no further."""
 
 
 class _Marks:
@@ -165,42 +164,61 @@ def xml_calls(
         end_of_call: one for what ends the call.
         lines: a value stands on lines of its own.
     """
-    edge = "\n" if lines else ""
-    marks, name_pattern = _Marks(opening, end_of_call), re.compile(name)
-    any_key, key_pattern = re.compile(key), re.compile(rf"\s*{key}{edge and '(?:' + edge + ')?'}")
-    any_end, end_pattern = re.compile(end_of_call), re.compile(rf"\s*{end_of_call}")
-    open_pattern = re.compile(opening)
+    marks = _Marks(opening, end_of_call)
+    tags = _Tags(
+        opening=re.compile(opening),
+        name=re.compile(name),
+        key=re.compile(key),
+        before_value=re.compile(rf"\s*{key}" + ("\n?" if lines else "")),
+        after_value="\n" if lines else "",
+        end_of_call=re.compile(rf"\s*{end_of_call}"),
+        again=re.compile(end_of_call),
+    )
     value_end = re.compile(rf"{end_of_value}(?=\s*(?:{end_of_call}|{re.sub('P<key>', ':', key)}))")
 
-    def read_one(text: str, start: int, inner: int, ends: list[tuple[int, int]], schemas: Schemas) -> Call:
-        head = name_pattern.match(text, inner)
+    def read(text: str, schemas: Schemas) -> list[Call]:
+        ends = [match.span() for match in value_end.finditer(text)]
+        return marks.read(text, 0, lambda start, inner: [tags.read(text, start, inner, ends, schemas)])
+
+    return read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tags:
+    """The tags of a format, as patterns."""
+
+    opening: re.Pattern[str]
+    name: re.Pattern[str]
+    key: re.Pattern[str]
+    before_value: re.Pattern[str]
+    after_value: str
+    end_of_call: re.Pattern[str]
+    again: re.Pattern[str]
+
+    def read(self, text: str, start: int, inner: int, ends: list[tuple[int, int]], schemas: Schemas) -> Call:
+        """The call that begins at `start`, and goes on at `inner`. `ends`: where values end, in the whole text."""
+        head = self.name.match(text, inner)
         if head is None:
             return Call(start, inner, error="The tool call does not begin with the name of a function.")
         called, arguments, position = head["name"], dict[str, Any](), head.end()
 
         def broken(what: str) -> Call:
-            return Call(start, position, called, arguments, error=f"{what} Write every tag of the call.")
+            return Call(start, position, called, arguments, error=f"{what} Write every tag of the call, once.")
 
-        while found := key_pattern.match(text, position):
+        while found := self.before_value.match(text, position):
             index = bisect_left(ends, (found.end(), 0))
             end = ends[index] if index < len(ends) else None
-            if end is None or any_key.search(text, found.end(), end[0]) or found["key"] in arguments:
+            if end is None or self.key.search(text, found.end(), end[0]) or found["key"] in arguments:
                 return broken(f"The argument {found['key']} of {called} is not closed, or given twice.")
-            value = text[found.end() : end[0]].removesuffix(edge)
+            value = text[found.end() : end[0]].removesuffix(self.after_value)
             arguments[found["key"]] = typed(value, schemas.get(called, {}).get(found["key"]))
             position = end[1]
-        if (closed := end_pattern.match(text, position)) is None:
+        if (closed := self.end_of_call.match(text, position)) is None:
             return broken(f"The call of {called} is not closed, or has text between its arguments.")
-        again, behind = any_end.search(text, closed.end()), open_pattern.search(text, closed.end())
+        again, behind = self.again.search(text, closed.end()), self.opening.search(text, closed.end())
         if again and (behind is None or again.start() < behind.start()):
             return broken(f"The call of {called} is closed twice.")
         return Call.read(start, closed.end(), called, arguments)
-
-    def read(text: str, schemas: Schemas) -> list[Call]:
-        ends = [match.span() for match in value_end.finditer(text)]
-        return marks.read(text, 0, lambda start, inner: [read_one(text, start, inner, ends, schemas)])
-
-    return read
 
 
 _MAX_ENDS, _MAX_CODE_CHARS = 4, 50_000
