@@ -4,7 +4,8 @@
     python docs/make_compatibility.py --check    exit with 1 if what it was made from has changed since
     python docs/make_compatibility.py --verify   exit with 1 if it is not what would be written
 
-Run with tests/ on the path (`make compatibility`), which has the templates and the true tokenizers.
+Run with tests/ on the path (`make compatibility`), which has the templates and the true tokenizers. `--check` is for
+`make check`: a second, and no tokenizer. `--verify` is for the tests: it tries everything again.
 """
 
 import difflib
@@ -18,6 +19,7 @@ from pathlib import Path
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 
 from families import (
+    HAS_TOKENIZERS,
     MULTIPLY,
     NAMES,
     TEMPLATES,
@@ -116,6 +118,9 @@ def main() -> int:
         is_fresh = PATH.exists() and PATH.read_text().endswith(mark)
         print(f"docs/compatibility.md {'is up to date' if is_fresh else 'is stale: run `make compatibility`'}")
         return 0 if is_fresh else 1
+    if not HAS_TOKENIZERS:
+        print("The tokenizers are missing: `make compatibility` fetches them with npm.")
+        return 1
     text = HEAD + table() + mark
     if "--verify" in sys.argv:
         sys.stdout.writelines(difflib.unified_diff(PATH.read_text().splitlines(True), text.splitlines(True)))

@@ -18,7 +18,7 @@ SERVER_TEST_TIMEOUT_S = 600  # the first one waits for its server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("server") is not None)
+    items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in ("server", "families")])
     for item in items:
         if item.get_closest_marker("server") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SERVER_TEST_TIMEOUT_S))

@@ -21,6 +21,7 @@ from trl_rollouts.tokens import ChatTokenizer
 from trl_rollouts.trajectory import Message
 
 TOKENIZERS = Path(__file__).parents[1] / ".cache" / "tokenizers"
+HAS_TOKENIZERS = any(TOKENIZERS.glob(".fetched-*"))
 TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"  # type: ignore[union-attr, index]
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 

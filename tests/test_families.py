@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import MULTIPLY, NAMES, TOKENIZERS, chat, conversation
+from families import HAS_TOKENIZERS, MULTIPLY, NAMES, TOKENIZERS, chat, conversation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trl_rollouts import Completion, Message, Sampling, SetupError, StepResult
 from trl_rollouts.episode import Setting, run_trajectory
 from trl_rollouts.parsing import find_format, find_parser, parse_plain
+from trl_rollouts.parsing.thoughts import opened_thoughts
 from trl_rollouts.tokens import ChatTokenizer
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [
     pytest.mark.families,
     pytest.mark.skipif(
-        not (TOKENIZERS / "qwen3").exists() and os.environ.get("CI") != "true",
+        not HAS_TOKENIZERS and os.environ.get("CI") != "true",
         reason="no tokenizers: `make setup` fetches them with npm",
     ),
 ]
@@ -124,11 +125,13 @@ def test_an_observation_is_shown_once_as_text_and_the_turn_before_it_ends_once(n
 @pytest.mark.parametrize("name", [name for name, message in CASES.items() if message is TOOL])
 def test_a_name_that_a_model_made_up_brings_no_control_token_into_its_answer(name: str) -> None:
     tokenizer = chat(name)
+    harmless = tokenizer.bridge([{**TOOL, "name": "multiply_", "tool_call_id": "call00000_"}], last_id=-1)
+    controls = [token_id for token_id in harmless if token_id in tokenizer.special_ids]
     for word in (tokenizer.decode_one(token_id) for token_id in sorted(tokenizer.special_ids)[:40]):
-        hostile = tokenizer.bridge(
-            [{**TOOL, "name": f"multiply{word}", "tool_call_id": f"call00000{word}"}], last_id=-1
-        )
-        assert hostile == tokenizer.bridge([TOOL], last_id=-1)
+        for whole in (word, word[:2] + word + word[2:]):
+            named = {**TOOL, "name": f"multiply{whole}", "tool_call_id": f"call00000{whole}"}
+            hostile = tokenizer.bridge([named], last_id=-1)
+            assert [token_id for token_id in hostile if token_id in tokenizer.special_ids] == controls
 
 
 def _around(frame: str) -> tuple[str, str]:
@@ -231,9 +234,10 @@ def test_a_call_in_the_templates_own_words_is_read_back(name: str) -> None:
 def test_a_call_in_thoughts_that_the_prompt_opened_is_not_run(name: str) -> None:
     tokenizer = chat(name)
     parse = find_parser(tokenizer, [MULTIPLY])
+    opened = opened_thoughts(tokenizer.decode_end(tokenizer.prompt(conversation("user", 0), [MULTIPLY])))
     call = "<tool_call>\n<function=multiply>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-    assert "tool_calls" not in parse(f"I could {call}, but no.\n</think>\n\nNo.")
-    assert "thoughts" in parse(f"I will {call}")["tool_calls"][0]["error"]
+    assert "tool_calls" not in parse(f"{opened}I could {call}, but no.\n</think>\n\nNo.")
+    assert "thoughts" in parse(f"{opened}I will {call}")["tool_calls"][0]["error"]
 
 
 def test_a_tokenizer_that_was_loaded_as_another_class_is_refused() -> None:

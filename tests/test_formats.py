@@ -107,8 +107,10 @@ def test_two_calls_are_read_with_the_text_before_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_turn_that_is_cut_anywhere_runs_whole_calls_only(name: str) -> None:
-    for end in range(len(WRITTEN[name])):
-        assert runnable(read(name, WRITTEN[name][:end])) in ([], [F], [F, G])
+    seen = [runnable(read(name, WRITTEN[name][:end])) for end in range(len(WRITTEN[name]) + 1)]
+    assert all(calls in ([], [F], [F, G]) for calls in seen)
+    if name not in ("pythonic", "lfm2", "olmo", "mistral", "command", "phi"):  # whose calls are one list
+        assert [F] in seen
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -279,7 +281,8 @@ def test_a_text_in_quotes_stays_text_where_text_is_allowed() -> None:
 
 @pytest.mark.parametrize("callee", ["f" + ".a" * 500, "f" + "()" * 1000, "f" + "[1]" * 1000])
 def test_a_name_that_is_an_endless_expression_is_an_error(callee: str) -> None:
-    json.dumps(read("lfm2", f"<|tool_call_start|>[{callee}(a=1)]<|tool_call_end|>"))
+    (call,) = read("lfm2", f"<|tool_call_start|>[{callee}(a=1)]<|tool_call_end|>")["tool_calls"]
+    assert "error" in call
 
 
 FRAGMENTS = [
@@ -300,7 +303,7 @@ OPENINGS = ["", "<function=f><parameter=a>", '<|tool_call>call:f{a:"', "<tool_ca
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_the_time_to_read_grows_with_the_text_and_no_faster(name: str) -> None:
+def test_50000_characters_of_any_fragment_are_read_in_no_time(name: str) -> None:
     whole = WRITTEN[name]
     for fragment in [*FRAGMENTS, whole[: len(whole) // 2], whole[4:20]]:
         for opening in OPENINGS:

@@ -36,7 +36,7 @@ def test_a_tagged_call_is_read_with_the_text_before_it() -> None:
     assert parse_hermes('Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>') == {
         "role": "assistant",
         "content": "Let me see.",
-        "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+        "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
     }
 
 
@@ -99,7 +99,8 @@ def test_nothing_is_run_behind_a_broken_call_that_is_not_closed() -> None:
     whole = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     assert calls('<tool_call>{"name": "f", "arguments": {"s": "such as ' + whole) == []
     assert len(errors('<tool_call>{"name": "f", "arguments": {"s": "such as ' + whole)) == 1
-    assert calls("<tool_call>oops</tool_call>" + whole) == [("g", {})]
+    assert calls("<tool_call>oops</tool_call>\n" + whole) == [("g", {})]
+    assert calls(f'<tool_call>{{"name": "f", "arguments": {{"s": "</tool_call>, e.g. {whole}"}}}}</tool_call>') == []
 
 
 @pytest.mark.parametrize(
@@ -158,9 +159,9 @@ def test_a_call_in_thoughts_between_calls_is_a_thought() -> None:
 
 
 def test_ids_differ_though_a_model_wrote_one_that_is_ours() -> None:
-    text = '<tool_call>[{"name": "f", "arguments": {}, "id": "call_1"}, {"name": "f", "arguments": {}}]</tool_call>'
-    first, second = parse_hermes(text)["tool_calls"]
-    assert first["id"] == "call_1" != second["id"]
+    written = [{"name": "f", "arguments": {}, "id": name} for name in ("call00000", "a", "a", "b")]
+    ids = [call["id"] for call in parse_hermes(f"<tool_call>{json.dumps(written)}</tool_call>")["tool_calls"]]
+    assert ids == ["call00000", "call00001", "call00002", "b"]
 
 
 def test_a_closing_tag_and_braces_inside_a_string_belong_to_the_string() -> None:

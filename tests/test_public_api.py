@@ -16,7 +16,7 @@ HEAVY = {"torch", "trl", "vllm", "transformers", "datasets", "accelerate", "aioh
 LAYERS = [
     {"errors", "trajectory", "engine"},
     {"env", "sampling", "transcripts", "metrics", "serving"},
-    {"bridging", "tokens", "parsing"},
+    {"messages", "bridging", "tokens", "parsing"},
     {"clients"},
     {"tools", "weights", "episode", "trainer"},
     {"rollout"},

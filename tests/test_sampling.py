@@ -90,3 +90,8 @@ def test_the_ids_that_end_a_turn_here_are_sent_beside_the_users() -> None:
 def test_a_user_who_ignores_the_end_of_turns_is_not_stopped_at_it() -> None:
     sampling = Sampling.from_config(config(generation_kwargs={"ignore_eos": True}))
     assert "stop_token_ids" not in sampling.ending_at({258}).body()
+
+
+def test_stop_token_ids_that_are_no_list_are_refused() -> None:
+    with pytest.raises(SetupError, match="stop_token_ids must be a list of ids, not 7"):
+        Sampling.from_config(config(generation_kwargs={"stop_token_ids": 7}))

@@ -281,7 +281,7 @@ def test_a_stop_tool_ends_the_episode_once_it_has_returned(arguments: dict[str, 
 
 def test_a_row_may_offer_some_of_the_tools() -> None:
     env = ToolEnv([Tool(multiply), Tool(search)], timeout_s=5.0)
-    asyncio.run(env.reset([{"role": "user", "content": "?", "task": {"tools": ["search"]}}]))
+    asyncio.run(env.reset([{"role": "user", "content": "?", "task": {"tool_names": ["search"]}}]))
     assert [schema["function"]["name"] for schema in env.tools] == ["search"]
     item = {"function": {"name": "multiply", "arguments": {"a": 7}}}
     result = asyncio.run(env.step({"role": "assistant", "tool_calls": [item]}))
@@ -293,10 +293,16 @@ def test_a_row_may_offer_some_of_the_tools() -> None:
 def test_a_row_that_offers_other_tools_is_refused_with_those_there_are(names: Any) -> None:
     env = ToolEnv([Tool(multiply), Tool(search)], timeout_s=5.0)
     with pytest.raises(SetupError, match="It must be a list of names; tool_rollout was given multiply, search"):
-        asyncio.run(env.reset([{"role": "user", "content": "?", "task": {"tools": names}}]))
+        asyncio.run(env.reset([{"role": "user", "content": "?", "task": {"tool_names": names}}]))
 
 
-@pytest.mark.parametrize("stop_tools", ["multiply", ["multiplly"]])
+@pytest.mark.parametrize("stop_tools", ["multiply", ["multiplly"], None])
 def test_a_stop_tool_that_is_none_is_refused(stop_tools: Any) -> None:
     with pytest.raises(SetupError, match="stop_tools must be a list of names among"):
         tool_rollout([multiply], stop_tools=stop_tools)
+
+
+@pytest.mark.parametrize("max_result_tokens", [0, 10.0, "many"])
+def test_a_limit_of_a_result_that_is_no_number_of_tokens_is_refused(max_result_tokens: Any) -> None:
+    with pytest.raises(SetupError, match="max_result_tokens must be a number of tokens, or None"):
+        tool_rollout([multiply], max_result_tokens=max_result_tokens)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import TemplateError
+from .messages import message_text
 from .trajectory import Message
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ class Bridge:
         tail = self._after_turn(junction.dummy_turn(marker, shown), marker, shown)
         ids = self._encode_with_holes(tail, hole, [word for text in texts for word in control_words.findall(text)])
         if junction.end_id not in ids:
-            raise TemplateError(f"The chat template does not end the assistant's turn before {observation!r:.200}.")
+            raise TemplateError(
+                f"The chat template does not end the assistant's turn before {observation!r:.200}. Show another "
+                "message, or use another template."
+            )
         end = ids.index(junction.end_id)
         is_ended = last_id == junction.end_id or (last_id in self._tokenizer.eos_token_ids and not junction.is_opening)
         return ids[end + 1 :] if is_ended else ids[end:]
@@ -89,8 +93,11 @@ class Bridge:
 
     def _named(self, message: Message) -> Message:
         """The message with names that are only names: a model may have written an unknown tool's."""
-        names = {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
-        return {**message, **{key: self._tokenizer.control_words.sub("", name) for key, name in names.items()}}
+        named = dict(message)
+        for key in ("name", "tool_call_id"):
+            while isinstance(named.get(key), str) and self._tokenizer.control_words.search(named[key]):
+                named[key] = self._tokenizer.control_words.sub("_", named[key])  # which may put a new one together
+        return named
 
     def _find_junction(self, observation: list[Message], roles: tuple[str, ...]) -> _Junction:
         marks = [f"OBSERVATION{index}x" for index in range(len(observation))]
@@ -156,7 +163,8 @@ class Bridge:
         first, *rest = text.split(hole)
         if len(rest) != len(words):
             raise TemplateError(
-                "The chat template leaves out or repeats an observation that has a special token's text."
+                f"The chat template leaves out or repeats an observation with the text of special tokens: {words}. "
+                "Use another template, or take them out."
             )
         ids = self._tokenizer.encode(first)
         for word, part in zip(words, rest, strict=True):
@@ -176,7 +184,7 @@ def _call_only(marker: str, observation: list[Message]) -> Message:
     answers = [message for message in observation if message["role"] == "tool"]
     calls = [
         {
-            "id": message.get("tool_call_id") or f"call_{index}",
+            "id": message.get("tool_call_id") or f"call{index:05}",
             "type": "function",
             "function": {"name": message.get("name") or "tool", "arguments": {"x": marker}},
         }
@@ -200,20 +208,3 @@ def _absent(word: str, texts: list[str]) -> str:
 def alternatives(words: set[str]) -> re.Pattern[str]:
     """Matches each of the words, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
-
-
-def message_text(message: Message) -> str:
-    """The message's content as text."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    kinds = {str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content}
-    if kinds - {"text"}:
-        raise TemplateError(
-            f"A message has content of type {sorted(kinds)}. Only text can be trained through a rollout_func: TRL "
-            "takes no images back from one."
-        )
-    texts = [part.get("text") or "" for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise TemplateError(f"A message has content that is no text: {content!r:.200}.")
-    return "".join(texts)

@@ -23,9 +23,11 @@ from typing import Any
 from .clients import Client
 from .env import Env, EnvFactory, Worker, checked_opening, checked_step, exits_as_errors
 from .errors import EnvError, SetupError, boundary, is_data
+from .messages import plain
 from .parsing import Parser, find_parser
+from .parsing.thoughts import opened_thoughts
 from .sampling import Sampling
-from .tokens import ChatTokenizer, check_room, plain
+from .tokens import ChatTokenizer, check_room
 from .trajectory import Completion, Message, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -44,13 +46,13 @@ class Setting:
     client: Client
     tokenizer: ChatTokenizer
     parser: Parser | None
-    """None: found from the chat template where the environment has tools."""
+    """None: found from the chat template."""
     sampling: Sampling
     max_completion_length: int
     """Tokens of a whole trajectory, observations included."""
     max_turns: int
     max_result_tokens: int | None
-    """A tool's answer that has more is shown without its middle."""
+    """A message of the role "tool" that has more is shown without its middle."""
     timeout_s: float
 
     def room(self, trajectory: Trajectory) -> int:
@@ -147,7 +149,8 @@ async def _turn(
         completion = await setting.client.generate(context, sampling)
     trajectory.append_completion(completion)
     with boundary(EnvError, "the parser failed"), exits_as_errors():
-        action = parser(setting.tokenizer.decode(completion.token_ids))
+        opened = opened_thoughts(setting.tokenizer.decode_end(context))
+        action = parser(opened + setting.tokenizer.decode(completion.token_ids))
     trajectory.append_action(action)
     with boundary(EnvError, "env.step failed"), _timed(trajectory, "env_s"):
         step = checked_step(await worker.call(env.step, copy.deepcopy(action)))

@@ -103,6 +103,7 @@ class Rollout:
         self._base_urls = None if urls is None else [normal_url(url) for url in urls]
         self._given_client = client
         self._client: Client | None = None
+        self._tokenizer: ChatTokenizer | None = None
         self._connected_to: list[str] = []
         self._parser = parser
         self._max_concurrency = max_concurrency
@@ -129,7 +130,7 @@ class Rollout:
 
     def _roll(self, prompts: Sequence[Prompt], trainer: Any) -> dict[str, list[Any]]:
         reading.refuse_conflicts(trainer)
-        tokenizer = reading.chat_tokenizer(trainer)
+        self._tokenizer = tokenizer = reading.chat_tokenizer(trainer, self._tokenizer)
         sampling = Sampling.from_config(trainer.args).ending_at(tokenizer.eos_token_ids)
         for topic, warning in reading.warnings(trainer, sampling, self._trajectory_timeout_s).items():
             self._warn_once(topic, warning)
@@ -289,7 +290,7 @@ def tool_rollout(
     *,
     max_turns: int = 8,
     tool_timeout_s: float = 60.0,
-    max_result_tokens: int = 2048,
+    max_result_tokens: int | None = 2048,
     stop_tools: Sequence[str] = (),
     **options: Unpack[RolloutOptions],
 ) -> Rollout:
@@ -302,11 +303,11 @@ def tool_rollout(
         tools: functions, sync or async, with type hints and a Google-style docstring, which become their schemas.
         max_turns: completions of one trajectory.
         tool_timeout_s: time limit of one call, in seconds. The calls of a turn run at the same time.
-        max_result_tokens: a longer result is shown without its middle.
+        max_result_tokens: a longer result is shown without its middle; None shows it whole.
         stop_tools: names of tools that end the trajectory once one of them has returned, such as `final_answer`.
         **options: see `RolloutOptions`.
 
-    A row may offer some of the tools only: `with_task(dataset, ["tools"])`, whose column `tools` is a list of names.
+    A row may offer some of the tools only: `with_task(dataset, ["tool_names"])`, with lists of names in that column.
 
     Raises:
         SetupError: there is no tool, two have one name, or one lacks hints or a docstring.
@@ -321,10 +322,10 @@ def tool_rollout(
     names = [tool.name for tool in described]
     if not names or len(set(names)) < len(names):
         raise SetupError(f"tool_rollout needs tools with different names, not {names}.")
-    _check_positive("max_result_tokens", max_result_tokens)
-    if isinstance(stop_tools, str) or (unknown := [name for name in stop_tools if name not in names]):
-        wrong = [stop_tools] if isinstance(stop_tools, str) else unknown
-        raise SetupError(f"stop_tools must be a list of names among {names}, not {wrong}.")
+    if max_result_tokens is not None and (type(max_result_tokens) is not int or max_result_tokens < 1):
+        raise SetupError(f"max_result_tokens must be a number of tokens, or None, not {max_result_tokens!r}.")
+    if not isinstance(stop_tools, list | tuple) or not set(stop_tools) <= set(names):
+        raise SetupError(f"stop_tools must be a list of names among {names}, not {stop_tools!r}.")
     return Rollout(
         lambda: ToolEnv(described, timeout_s=tool_timeout_s, stop_tools=stop_tools),
         max_turns=max_turns,

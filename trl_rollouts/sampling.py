@@ -65,7 +65,9 @@ class Sampling:
         regex = getattr(config, "vllm_structured_outputs_regex", None)  # absent from older configs
         if regex is not None:
             given.setdefault("structured_outputs", {"regex": regex})
-        stop = given.pop("stop", None) or ()
+        stop, stop_token_ids = given.pop("stop", None) or (), given.pop("stop_token_ids", None) or ()
+        if not isinstance(stop_token_ids, list | tuple):
+            raise SetupError(f"generation_kwargs: stop_token_ids must be a list of ids, not {stop_token_ids!r}.")
         max_tokens = given.pop("max_tokens", None) or config.max_completion_length
         named: dict[str, Any] = {
             "temperature": config.temperature,
@@ -80,7 +82,7 @@ class Sampling:
         return cls(
             max_tokens=min(max_tokens, config.max_completion_length),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(given.pop("stop_token_ids", None) or ()),
+            stop_token_ids=tuple(stop_token_ids),
             extra=given,
             **named,
         )

@@ -3,18 +3,18 @@
 Sampled ids never pass through here on their way to the trainer.
 """
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
-from .bridging import Bridge, alternatives, message_text
+from .bridging import Bridge, alternatives
 from .errors import PromptTooLongError, SetupError, TemplateError
+from .messages import arguments_as_text, in_parts, marked, message_text, plain
 from .trajectory import Message
 
 _PLAIN_TEXT = "Hello, world!\n  x = 1"
 _SHOWN = "SHOWNtext"
-_MAX_CHARS_PER_TOKEN_KEPT = 16
+_MAX_CHARS_PER_TOKEN_KEPT = 8
 
 
 class ChatTokenizer:
@@ -33,11 +33,13 @@ class ChatTokenizer:
         *,
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
-        eos_token_ids: Iterable[int] = (),
+        eos_token_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor wraps its tokenizer
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None) or None
         self._template_kwargs = template_kwargs or {}
+        self.settings = (self._tokenizer, self.chat_template, self._template_kwargs, frozenset(eos_token_ids))
+        """What was given. Another chat tokenizer with equal ones would be this one again."""
         if isinstance(self.chat_template, dict):
             raise TemplateError(
                 f"The tokenizer has several chat templates ({', '.join(self.chat_template)}). Set "
@@ -110,7 +112,12 @@ class ChatTokenizer:
         return self._decode(token_ids[:num])
 
     def cut(self, text: str, max_tokens: int) -> str:
-        """`text`, or its beginning and its end with a mark between them where it has more than `max_tokens` tokens."""
+        """`text`, or its beginning and its end with a mark between them where it has more than `max_tokens` tokens.
+
+        Of a text of many characters a token the middle is left out unread, and it may come out shorter than that.
+        """
+        if len(text.encode(errors="replace")) <= max_tokens:
+            return text
         span = _MAX_CHARS_PER_TOKEN_KEPT * max_tokens
         if len(text) > 2 * span:  # the middle is not even encoded
             head, tail = self.encode(text[:span]), self.encode(text[-span:])
@@ -126,6 +133,10 @@ class ChatTokenizer:
     def decode_one(self, token_id: int) -> str:
         return self._decode([token_id])
 
+    def decode_end(self, token_ids: list[int]) -> str:
+        """The text of the last few ids."""
+        return self._decode(token_ids[-16:])
+
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
@@ -138,6 +149,7 @@ class ChatTokenizer:
         if isinstance(messages, str):
             text, bare = messages, ""
         else:
+            messages = [plain(message) for message in messages]
             text = self.render(messages, tools=list(tools) or None)
             bare = self.render(messages) if tools else ""
             self._check_shown(messages)
@@ -161,7 +173,7 @@ class ChatTokenizer:
         kinds = tuple((m["role"], bool(message_text(m)), len(m.get("tool_calls") or ())) for m in messages)
         if kinds in self._shown:
             return
-        text = self.render([_marked(message, f"SHOWN{index}x") for index, message in enumerate(messages)])
+        text = self.render([marked(message, f"SHOWN{index}x") for index, message in enumerate(messages)])
         for index, (role, has_text, num_calls) in enumerate(kinds):
             for what, is_there in (("text", has_text), ("call", num_calls > 0)):
                 if is_there and f"SHOWN{index}x{what}" not in text:
@@ -205,7 +217,7 @@ class ChatTokenizer:
         Found out row by row, it would mask the rows that call a tool and train the others: calls would be unlearned.
         """
         try:
-            self._bridge.prove([{"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": "."}])
+            self._bridge.prove([{"role": "tool", "tool_call_id": "call00000", "name": "tool", "content": "."}])
         except TemplateError as cause:
             raise SetupError(str(cause)) from cause
 
@@ -223,12 +235,12 @@ class ChatTokenizer:
             )
         messages = [plain(message) for message in messages]
         if self._content_is_parts:
-            messages = [_in_parts(message) for message in messages]
+            messages = [in_parts(message) for message in messages]
         try:
             return self._apply(messages, tools, is_whole)
         except TemplateError:
             try:  # DeepSeek V3 puts the arguments of a call into the text as they are, which no dict can be
-                return self._apply([_arguments_as_text(message) for message in messages], tools, is_whole)
+                return self._apply([arguments_as_text(message) for message in messages], tools, is_whole)
             except TemplateError:
                 pass
             raise
@@ -262,24 +274,12 @@ class ChatTokenizer:
             except TemplateError:
                 return False
 
-        return not is_shown(probe) and is_shown(_in_parts(probe))
+        return not is_shown(probe) and is_shown(in_parts(probe))
 
 
 def _encodable(text: str) -> str:
     """JSON can hold half of a surrogate pair, which has no encoding."""
     return text.encode(errors="replace").decode()
-
-
-def _marked(message: Message, mark: str) -> Message:
-    """The message with `mark` for its text, and for the name of what it calls."""
-    marked = {**message, "content": f"{mark}text"} if message_text(message) else message
-    if not message.get("tool_calls"):
-        return marked
-    calls = []
-    for call in message["tool_calls"]:
-        function = {**call.get("function", call), "name": f"{mark}call"}
-        calls.append({**call, "function": function} if "function" in call else {**call, **function})
-    return {**marked, "tool_calls": calls}
 
 
 def _is_tool_shown(function: dict[str, Any], text: str, bare: str) -> bool:
@@ -300,35 +300,3 @@ def check_room(prompt_ids: list[int], max_model_len: int | None) -> None:
             f"The prompt has {len(prompt_ids)} tokens and the server's max_model_len is {max_model_len}, so no "
             "completion fits. Filter long prompts from the dataset, or start the server with a larger --max-model-len."
         )
-
-
-def plain(message: Message) -> Message:
-    """The message as a template takes it: text content, no task, none of the nulls that Arrow adds."""
-    plain = {key: value for key, value in message.items() if key == "content" or (key != "task" and value is not None)}
-    if "tool_calls" in plain:
-        plain["tool_calls"] = _without_nulls(plain["tool_calls"])
-    return {**plain, "content": message_text(message)} if isinstance(plain.get("content"), list) else plain
-
-
-def _without_nulls(value: Any) -> Any:
-    """Arrow gives every row's calls the arguments of all rows' calls, null where a row has none."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _in_parts(message: Message) -> Message:
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _arguments_as_text(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**function, "arguments": text}})
-    return {**message, "tool_calls": calls}

@@ -34,6 +34,7 @@ class Tool:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        from pydantic import TypeAdapter
         from transformers.utils.chat_template_utils import get_json_schema
 
         if not callable(function):
@@ -49,7 +50,7 @@ class Tool:
         try:
             self.schema: dict[str, Any] = get_json_schema(function)
             hints = typing.get_type_hints(function)
-            self._adapters = {name: _adapter(hints[name]) for name in self._signature.parameters}
+            self._adapters = {name: TypeAdapter(hints[name]) for name in self._signature.parameters}
         except Exception as cause:  # several kinds, all about the function's text
             raise SetupError(
                 f"The tool {self.name} cannot be described to the model: {cause} Give it type hints and a docstring "
@@ -78,17 +79,8 @@ class Tool:
         return bound, None
 
 
-def _adapter(hint: Any) -> Any:
-    from pydantic import ConfigDict, PydanticUserError, TypeAdapter
-
-    try:
-        return TypeAdapter(hint, config=ConfigDict(coerce_numbers_to_str=True))
-    except PydanticUserError:  # a model or dataclass has a configuration of its own
-        return TypeAdapter(hint)
-
-
 def _converted(adapter: Any, value: Any) -> Any:
-    """The value as its type hint has it; text that holds JSON ("[1, 2]" for a list) is read.
+    """The value as its type hint has it; text that holds JSON ("[1, 2]" for a list) is read, an integer becomes text.
 
     Raises:
         ValueError: it is not of that type, in pydantic's words.
@@ -98,9 +90,11 @@ def _converted(adapter: Any, value: Any) -> Any:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        if isinstance(value, str):
-            with suppress(ValidationError):
+        with suppress(ValidationError):
+            if isinstance(value, str):
                 return adapter.validate_json(value)
+            if type(value) is int:
+                return adapter.validate_python(str(value))
         raise ValueError(error.errors()[0]["msg"]) from None
 
 
@@ -108,13 +102,13 @@ class ToolEnv:
     """Runs the model's calls until it answers without one.
 
     Args:
-        tools: what the model may call. A row that has a list of names as its task's "tools" is given these only.
+        tools: what the model may call. A row whose task has a list of "tool_names" is given these only.
         timeout_s: time limit of each call, in seconds.
         stop_tools: names of tools that end the episode once one of them has returned.
 
     Every call is reported in `info["tool_calls"]` as a dict of `name`, `arguments`, `result` (what the function
     returned), `error` (None, or one of "parse_error", "unknown_tool", "invalid_arguments", "exception", "timeout",
-    "too_many_calls"), `content` (what the model is told) and `duration_s`.
+    "too_many_calls"), `content` (the answer, of which the model reads `max_result_tokens`) and `duration_s`.
     """
 
     def __init__(self, tools: Sequence[Tool], *, timeout_s: float, stop_tools: Sequence[str] = ()) -> None:
@@ -125,12 +119,12 @@ class ToolEnv:
 
     async def reset(self, prompt: list[Message]) -> list[Message]:
         task = prompt[-1].get("task")
-        names = task.get("tools") if isinstance(task, dict) else None
+        names = task.get("tool_names") if isinstance(task, dict) else None
         if names is not None:
             known = isinstance(names, list) and all(isinstance(name, str) and name in self._tools for name in names)
             if not known:
                 raise SetupError(
-                    f"A row's task has tools={names!r:.200}. It must be a list of names; tool_rollout was given "
+                    f"A row's task has tool_names={names!r:.200}. It must be a list of names; tool_rollout was given "
                     f"{', '.join(self._tools)}."
                 )
             self._tools = {name: self._tools[name] for name in names}
@@ -144,7 +138,7 @@ class ToolEnv:
         answers = [
             {
                 "role": "tool",
-                "tool_call_id": item.get("id", f"call_{index}"),
+                "tool_call_id": item.get("id", f"call{index:05}"),
                 "name": record["name"],
                 "content": record["content"],
             }

@@ -33,16 +33,20 @@ def refuse_conflicts(trainer: Any) -> None:
         )
 
 
-def chat_tokenizer(trainer: Any) -> ChatTokenizer:
-    """The trainer's tokenizer, under the template and its arguments that TRL itself would use."""
+def chat_tokenizer(trainer: Any, last: ChatTokenizer | None = None) -> ChatTokenizer:
+    """The trainer's tokenizer, under the template and its arguments that TRL itself would use.
+
+    `last`, with all that it has proved, while these are the same.
+    """
     config = getattr(trainer.model, "generation_config", None)
     ids = getattr(config, "eos_token_id", None)  # several models end turns with more ids than the tokenizer's one
-    return ChatTokenizer(
+    tokenizer = ChatTokenizer(
         trainer.processing_class,
         chat_template=trainer.chat_template,
         template_kwargs=trainer.chat_template_kwargs,
         eos_token_ids=[ids] if isinstance(ids, int) else ids or (),
     )
+    return last if last is not None and last.settings == tokenizer.settings else tokenizer
 
 
 def mode(trainer: Any) -> str:

@@ -3,8 +3,8 @@
 Parsed messages are for environments and for people. They never become tokens again, so a parser may be wrong about a
 format without hurting a single training id.
 
-A call that cannot be read stays in `tool_calls`, in its place, with an `error` that its author can learn from. What is
-read is what was written: nothing is stripped, completed or guessed, but for types where the format has none (`calls`).
+A call that cannot be read stays in `tool_calls`, in its place, with an `error` that its author can learn from.
+Arguments are what was written: nothing is stripped, completed or guessed, but for types where the format has none.
 
     calls      one call, read or not; JSON and typed values
     thoughts   reasoning and the rest

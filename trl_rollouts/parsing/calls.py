@@ -1,9 +1,11 @@
 """One call as a text has it, and the values in it."""
 
 import ast
+import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,13 +63,17 @@ class Call:
 
 
 def as_tool_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """The entries of an assistant message's `tool_calls`."""
-    taken = {call.id for call in calls}
+    """The entries of an assistant message's `tool_calls`, each with an id of its own.
+
+    Mistral's templates take ids of nine letters and digits only.
+    """
+    own = Counter(call.id for call in calls)
+    spare = (name for number in itertools.count() if (name := f"call{number:05}") not in own)
     entries = []
-    for index, call in enumerate(calls):
-        spare = next(spare for spare in (f"call_{index}", f"call_{index}_own") if spare not in taken)
+    for call in calls:
         function = {"name": call.name, "arguments": call.arguments}
-        entry: dict[str, Any] = {"id": call.id or spare, "type": "function", "function": function}
+        call_id = call.id if call.id and own[call.id] == 1 else next(spare)
+        entry: dict[str, Any] = {"id": call_id, "type": "function", "function": function}
         entries.append(entry if call.error is None else {**entry, "error": call.error})
     return entries
 

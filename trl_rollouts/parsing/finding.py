@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from ..errors import SetupError, TemplateError
@@ -10,10 +9,10 @@ from ..tokens import ChatTokenizer
 from ..trajectory import Message
 from .calls import schemas_of
 from .formats import FORMATS, HERMES, PLAIN, ToolFormat
-from .thoughts import opened_thoughts
 
 Parser = Callable[[str], Message]
-"""Takes a completion's text (special tokens kept, the end of the turn removed), returns the assistant's message."""
+"""Takes a completion's text (special tokens kept, the end of the turn removed; put before it, the tag with which its
+prompt opened the thoughts), returns the assistant's message."""
 
 _PROBE = {
     "type": "function",
@@ -45,33 +44,31 @@ def find_parser(tokenizer: ChatTokenizer, tools: Sequence[dict[str, Any]] = ()) 
         SetupError: no known format reads the template's calls. A wrong guess would show as reward 0, days later.
     """
     tool_format, schemas = find_format(tokenizer) if tools else PLAIN, schemas_of(tools)
-    opened = ""
-    if tokenizer.chat_template is not None:
-        opened = opened_thoughts(tokenizer.render([{"role": "user", "content": "."}], list(tools) or None))
-
-    def parse(text: str) -> Message:
-        return tool_format.parse(opened + text, schemas)
-
-    return parse
+    return lambda text: tool_format.parse(text, schemas)
 
 
-@functools.lru_cache(maxsize=4)  # asked for every trajectory; a rollout's tokenizer is the same object
+@functools.lru_cache(maxsize=4)  # asked for every trajectory; a rollout keeps its tokenizer
 def find_format(tokenizer: ChatTokenizer) -> ToolFormat:
     """The format that reads two calls, or the one that the template allows, back from the template's own text.
 
     Raises:
         SetupError: none does.
     """
+    tried = ""
     for num, ids in ((num, ids) for num in (2, 1) for ids in _IDS):
-        with suppress(TemplateError):
+        try:
             turn = tokenizer.written_calls([_WRITTEN] * num, ids[:num])
-            for tool_format in FORMATS:
-                message = tool_format.parse(turn, schemas_of([_PROBE]))
-                if [call["function"] for call in message.get("tool_calls", ())] == [_WRITTEN] * num:
-                    return tool_format
+        except TemplateError as error:
+            tried = tried or str(error)
+            continue
+        for tool_format in FORMATS:
+            message = tool_format.parse(turn, schemas_of([_PROBE]))
+            if [call["function"] for call in message.get("tool_calls", ())] == [_WRITTEN] * num:
+                return tool_format
+        tried = f"It writes a call as {turn!r:.300}."
     raise SetupError(
-        "No parser is known for the tool-call format of this chat template (known: "
-        f"{', '.join(tool_format.name for tool_format in FORMATS)}). Pass parser=, a function from a completion's "
+        f"No parser is known for the tool-call format of this chat template. {tried} Known are "
+        f"{', '.join(tool_format.name for tool_format in FORMATS)}. Pass parser=, a function from a completion's "
         "text to an assistant message; trl_rollouts.parse_hermes is one."
     )
 

@@ -3,8 +3,8 @@
 A reader takes a turn's text without its thoughts and returns what it calls, in order. It finds a call by the mark that
 opens it; from there on the text is a call, or a call that cannot be read, whose error says what is wrong with it.
 
-Behind a call that cannot be read, reading goes on at its closing mark. Where the next call opens before that, or there
-is none, it ends: what looks like a call there may be text of the broken one's arguments, and must not be run.
+Behind a call that cannot be read, reading goes on only where its closing mark and the next call's opening one stand
+side by side. Else it ends: what looks like a call there may be text of the broken one, and must not be run.
 """
 
 import ast
@@ -38,8 +38,10 @@ class _Marks:
             calls += read_one(match.start(), match.end())
             if calls[-1].error is not None:
                 behind = self._opening.search(text, max(match.end(), match.start() + 1))
-                closed = self._closing.search(text, match.end(), behind.start() if behind else len(text))
-                calls[-1] = replace(calls[-1], end=closed.end() if closed else len(text))
+                stop = behind.start() if behind else len(text)
+                closed = self._closing.search(text, match.end(), stop)
+                goes_on = closed is not None and not text[closed.end() : stop].strip()
+                calls[-1] = replace(calls[-1], end=stop if goes_on else len(text))
             match = self._opening.search(text, max(calls[-1].end, match.start() + 1))
         return calls
 
