@@ -19,7 +19,7 @@ LAYERS = [
     {"messages", "bridging", "tokens", "parsing"},
     {"clients"},
     {"tools", "weights", "episode", "trainer"},
-    {"rollout"},
+    {"options", "rollout"},
     {"__init__", "cli", "testing"},
 ]
 

@@ -771,14 +771,16 @@ def test_a_trajectory_that_may_outlast_the_other_processes_patience_is_warned_of
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: env_rollout(Echo, max_turns=0), "max_turns must be positive, not 0"),
-        (lambda: env_rollout(Echo, max_turns="3"), "max_turns must be positive, not '3'"),  # type: ignore[arg-type]
+        (lambda: env_rollout(Echo, max_turns=0), "max_turns must be a positive number, not 0"),
+        (lambda: env_rollout(Echo, max_turns="3"), "max_turns must be a positive number, not '3'"),  # type: ignore[arg-type]
         (lambda: env_rollout(Echo, base_url=[]), "base_url names no server"),
         (lambda: env_rollout(Echo, weight_sync="none"), "weight_sync must be"),  # type: ignore[arg-type]
         (lambda: env_rollout(Echo, transcript_dir=__file__), "is a file; it must be a folder"),
         (lambda: tool_rollout(multiply), "tools must be a list of functions"),  # type: ignore[arg-type]
-        (lambda: tool_rollout([multiply], tool_timeout_s=-1), "tool_timeout_s must be positive"),
+        (lambda: tool_rollout([multiply], tool_timeout_s=-1), "tool_timeout_s must be a positive number"),
         (lambda: env_rollout(Echo(), max_turns=1), "env_factory must be callable"),
+        (lambda: env_rollout(Echo, max_turn=1), "no option 'max_turn'. Did you mean max_turns?"),  # type: ignore[call-arg]
+        (lambda: env_rollout(Echo, temperature=1), "set GRPOConfig.temperature"),  # type: ignore[call-arg]
         (lambda: env_rollout(Echo, base_url="x", client=ScriptedClient([])), "base_url or client, not both"),
     ],
 )
@@ -969,3 +971,13 @@ def test_a_row_that_names_a_tool_there_is_none_of_stops_the_run() -> None:
     prompt = [{**ask("p")[0], "task": {"tool_names": ["multiplly"]}}]
     with pytest.raises(SetupError, match="tool_names="):
         roll(tool_rollout([multiply], client=ScriptedClient(["no"])), prompt, ask("p"))
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, "text", {"content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}],
+)
+def test_a_parser_that_returns_no_message_is_told_what_one_is(returned: Any) -> None:
+    rollout = tool_rollout([multiply], parser=lambda text: returned, client=ScriptedClient(["a"]))
+    with pytest.raises(RolloutError, match="The parser returned .*; it must return a message such as"):
+        roll(rollout, ask("p"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_rollouts import PromptTooLongError, TemplateError
+from trl_rollouts import PromptTooLongError, SetupError, TemplateError
 from trl_rollouts.testing import byte_tokenizer
 from trl_rollouts.tokens import ChatTokenizer, check_room
 
@@ -79,7 +79,7 @@ def test_template_arguments_reach_the_prompt_and_every_bridge() -> None:
 def test_a_template_that_hides_the_tools_is_refused() -> None:
     schema = {"type": "function", "function": {"name": "multiply"}}
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(TemplateError, match=r"does not show the tools \['multiply'\]"):
+    with pytest.raises(SetupError, match=r"does not show the tools \['multiply'\]"):
         ChatTokenizer(byte_tokenizer(), chat_template=plain).prompt([USER], [schema])
 
 
@@ -157,7 +157,7 @@ def test_the_marker_of_the_dummy_turn_may_stand_in_an_observation() -> None:
 
 def test_a_template_without_an_end_of_turn_is_refused_with_what_was_looked_for() -> None:
     endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(TemplateError, match=r"ids that end a turn are \[258\]"):
+    with pytest.raises(TemplateError, match=r"tokens are none; the ids that end a turn are 258 \(<\|im_end"):
         ChatTokenizer(byte_tokenizer(), chat_template=endless).bridge([USER], last_id=END)
 
 
@@ -221,7 +221,7 @@ def test_a_message_of_the_prompt_that_the_template_skips_is_refused(
 def test_a_tool_that_only_the_question_names_is_hidden() -> None:
     schema = {"type": "function", "function": {"name": "multiply"}}
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(TemplateError, match=r"does not show the tools \['multiply'\]"):
+    with pytest.raises(SetupError, match=r"does not show the tools \['multiply'\]"):
         ChatTokenizer(byte_tokenizer(), chat_template=plain).prompt(
             [{"role": "user", "content": "multiply!"}], [schema]
         )

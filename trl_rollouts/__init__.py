@@ -24,8 +24,9 @@ if TYPE_CHECKING:
         WeightSyncError,
     )
     from .metrics import env_reward
+    from .options import RolloutOptions
     from .parsing import parse_hermes
-    from .rollout import Rollout, RolloutOptions, env_rollout, tool_rollout
+    from .rollout import Rollout, env_rollout, tool_rollout
     from .sampling import Sampling
     from .tokens import ChatTokenizer
     from .trajectory import Completion, Message, StopReason, Trajectory
@@ -49,7 +50,8 @@ _HOMES = {
     ),
     "metrics": ("env_reward",),
     "parsing": ("parse_hermes",),
-    "rollout": ("Rollout", "RolloutOptions", "env_rollout", "tool_rollout"),
+    "options": ("RolloutOptions",),
+    "rollout": ("Rollout", "env_rollout", "tool_rollout"),
     "sampling": ("Sampling",),
     "tokens": ("ChatTokenizer",),
     "trajectory": ("Completion", "Message", "StopReason", "Trajectory"),

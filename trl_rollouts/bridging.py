@@ -12,7 +12,7 @@ every message, once and in order.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,7 @@ class Bridge:
             try:
                 tail = self._after_turn(dummy_turn(_MARKER, marked), _MARKER, marked)
             except TemplateError as cause:
-                failure = str(cause)
+                failure = failure or str(cause)
                 continue
             places = [tail.find(mark) for mark in marks]
             is_shown = -1 not in places and places == sorted(places) and all(tail.count(mark) == 1 for mark in marks)
@@ -117,12 +117,7 @@ class Bridge:
             if end is not None:
                 is_opening = self._is_text(ids[end + 1 :]) and (has_calls or not self._ends_alone_with(ids[end]))
                 return _Junction(dummy_turn, ids[end], is_opening)
-            failure = (
-                f"The chat template does not end the assistant's turn and then show messages of the roles {roles}: it "
-                f"continues with {tail[:200]!r}, and the ids that end a turn are "
-                f"{sorted(self._tokenizer.eos_token_ids)}. Set tokenizer.eos_token, or the model's "
-                "generation_config.eos_token_id, to what ends a turn, or use a template that shows these roles."
-            )
+            failure = failure or self._why_not(roles, tail)
         raise TemplateError(failure)
 
     def _find_end(self, ids: list[int], *, has_calls: bool) -> int | None:
@@ -134,6 +129,19 @@ class Bridge:
                 if token_id in ends:
                     return index
         return None
+
+    def _why_not(self, roles: tuple[str, ...], tail: str) -> str:
+        def named(ids: Iterable[int]) -> str:
+            return ", ".join(f"{token_id} ({self._tokenizer.decode_one(token_id)})" for token_id in ids) or "none"
+
+        there = [token_id for token_id in self._tokenizer.encode(tail) if token_id in self._tokenizer.special_ids]
+        return (
+            f"The chat template does not end the assistant's turn and then show messages of the roles {roles}: it "
+            f"continues with {tail[:200]!r}, whose special tokens are {named(dict.fromkeys(there))}; the ids that end "
+            f"a turn are {named(sorted(self._tokenizer.eos_token_ids))}. Put the one that ends the turn there into "
+            "tokenizer.eos_token or the model's generation_config.eos_token_id (a list), or use a template that shows "
+            "these roles."
+        )
 
     def _is_text(self, behind: list[int]) -> bool:
         """Whether text, and no further special token, follows the end: then it may be what opens the message."""

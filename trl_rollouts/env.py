@@ -193,6 +193,24 @@ def checked_step(result: Any) -> StepResult:
     return result
 
 
+def checked_action(message: Any) -> Message:
+    """What a parser returned, or `EnvError` with what is wrong with it."""
+    is_message = isinstance(message, dict) and message.get("role") == "assistant"
+    calls = (message.get("tool_calls") or []) if is_message else []
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    if (
+        not is_message
+        or not isinstance(message.get("content"), str)
+        or not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions)
+    ):
+        raise EnvError(
+            f"The parser returned {message!r:.300}; it must return a message such as "
+            '{"role": "assistant", "content": "...", "tool_calls": [{"type": "function", "function": {"name": "f", '
+            '"arguments": {}}}]}, tool_calls left out where there is none.'
+        )
+    return dict(message)
+
+
 def checked_opening(messages: Any) -> list[Message]:
     """What `env.reset` returned, or `EnvError` with what is wrong with it."""
     if not messages or not _are_messages(messages):

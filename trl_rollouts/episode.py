@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .clients import Client
-from .env import Env, EnvFactory, Worker, checked_opening, checked_step, exits_as_errors
+from .env import Env, EnvFactory, Worker, checked_action, checked_opening, checked_step, exits_as_errors
 from .errors import EnvError, SetupError, boundary, is_data
 from .messages import plain
 from .parsing import Parser, find_parser
@@ -150,7 +150,7 @@ async def _turn(
     trajectory.append_completion(completion)
     with boundary(EnvError, "the parser failed"), exits_as_errors():
         opened = opened_thoughts(setting.tokenizer.decode_end(context))
-        action = parser(opened + setting.tokenizer.decode(completion.token_ids))
+        action = checked_action(parser(opened + setting.tokenizer.decode(completion.token_ids)))
     trajectory.append_action(action)
     with boundary(EnvError, "env.step failed"), _timed(trajectory, "env_s"):
         step = checked_step(await worker.call(env.step, copy.deepcopy(action)))

@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Unpack
 
 from . import trainer as reading
 from .clients import Client, connect, normal_url
@@ -26,7 +26,7 @@ from .env import EnvFactory
 from .episode import Prompt, Setting, run_trajectories
 from .errors import RolloutError, SetupError
 from .metrics import log_figures, mostly_cut
-from .parsing import Parser
+from .options import RolloutOptions, check_names, check_positive, check_values
 from .sampling import Sampling
 from .tokens import ChatTokenizer
 from .tools import Tool, ToolEnv
@@ -39,28 +39,6 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_IN_A_ROW = 8
 
 
-class RolloutOptions(TypedDict, total=False):
-    """What every rollout takes besides its own arguments. Sampling is not among them: it is `GRPOConfig`'s."""
-
-    base_url: str | Sequence[str] | None
-    """The vLLM server, or several that serve the same model. By default, the one in the trainer's config."""
-    client: Client | None
-    """Samples in place of a server, such as `trl_rollouts.testing.ScriptedClient`."""
-    parser: Parser | None
-    """Reads tool calls from a completion. By default found from the chat template, or refused."""
-    max_concurrency: int
-    """Trajectories under way at a time (256)."""
-    request_timeout_s: float
-    """Seconds that one request may take, queueing in the server included (600)."""
-    trajectory_timeout_s: float
-    """Seconds after which a trajectory ends with the turns it has (1500, below torch's 1800 for a waiting process)."""
-    transcript_dir: str | os.PathLike[str] | None
-    """Folder for one JSON line a trajectory; none by default."""
-    weight_sync: CheckpointSync | Literal["auto"] | None
-    """How the server gets the trainer's weights where TRL does not sync them. "auto": by `CheckpointSync` with
-    `use_vllm=False`, by TRL itself with its server mode. None: not at all."""
-
-
 class Rollout:
     """A `rollout_func`. Make one with `tool_rollout` or `env_rollout`, which say what the arguments mean."""
 
@@ -70,47 +48,27 @@ class Rollout:
         *,
         max_turns: int,
         max_result_tokens: int | None = None,
-        base_url: str | Sequence[str] | None = None,
-        client: Client | None = None,
-        parser: Parser | None = None,
-        max_concurrency: int = 256,
-        request_timeout_s: float = 600.0,
-        trajectory_timeout_s: float = 1500.0,
-        transcript_dir: str | os.PathLike[str] | None = None,
-        weight_sync: CheckpointSync | Literal["auto"] | None = "auto",
+        **options: Unpack[RolloutOptions],
     ) -> None:
-        if base_url is not None and client is not None:
-            raise SetupError("Pass base_url or client, not both.")
-        for name, value in {
-            "max_turns": max_turns,
-            "max_concurrency": max_concurrency,
-            "request_timeout_s": request_timeout_s,
-            "trajectory_timeout_s": trajectory_timeout_s,
-        }.items():
-            _check_positive(name, value)
-        if weight_sync not in (None, "auto") and not callable(getattr(weight_sync, "sync", None)):
-            raise SetupError(f'weight_sync must be "auto", None or a CheckpointSync(), not {weight_sync!r}.')
-        if parser is not None and not callable(parser):
-            raise SetupError(f"parser must be a function from a completion's text to a message, not {parser!r}.")
-        if transcript_dir is not None and Path(transcript_dir).is_file():
-            raise SetupError(f"transcript_dir={str(transcript_dir)!r} is a file; it must be a folder.")
-        if base_url is not None and not base_url:
-            raise SetupError("base_url names no server.")
+        check_positive("max_turns", max_turns)
+        check_values(options)
         self._env_factory = env_factory
         self._max_turns = max_turns
         self._max_result_tokens = max_result_tokens
+        base_url = options.get("base_url")
         urls = [base_url] if isinstance(base_url, str) else base_url
         self._base_urls = None if urls is None else [normal_url(url) for url in urls]
-        self._given_client = client
+        self._given_client = options.get("client")
         self._client: Client | None = None
         self._tokenizer: ChatTokenizer | None = None
         self._connected_to: list[str] = []
-        self._parser = parser
-        self._max_concurrency = max_concurrency
-        self._request_timeout_s = request_timeout_s
-        self._trajectory_timeout_s = trajectory_timeout_s
+        self._parser = options.get("parser")
+        self._max_concurrency = options.get("max_concurrency", 256)
+        self._request_timeout_s = options.get("request_timeout_s", 600.0)
+        self._trajectory_timeout_s = options.get("trajectory_timeout_s", 1500.0)
+        transcript_dir = options.get("transcript_dir")
         self._transcript_dir = None if transcript_dir is None else Path(transcript_dir)
-        self._weight_sync = weight_sync
+        self._weight_sync = options.get("weight_sync", "auto")
         self._own_sync = CheckpointSync()
         self._engine: Engine | None = None
         self._lock = threading.Lock()
@@ -264,11 +222,6 @@ class Rollout:
             logger.warning(message)
 
 
-def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or not value > 0:
-        raise SetupError(f"{name} must be positive, not {value!r}.")
-
-
 def env_rollout(env_factory: EnvFactory, *, max_turns: int = 32, **options: Unpack[RolloutOptions]) -> Rollout:
     """A `rollout_func` in which the model acts in an environment, one instance a trajectory.
 
@@ -280,6 +233,7 @@ def env_rollout(env_factory: EnvFactory, *, max_turns: int = 32, **options: Unpa
     Example:
         >>> trainer = GRPOTrainer(..., reward_funcs=env_reward, rollout_func=env_rollout(MyEnv))  # doctest: +SKIP
     """
+    check_names(options, ["env_factory", "max_turns"])
     if not callable(env_factory):
         raise SetupError(f"env_factory must be callable without arguments, such as a class, not {env_factory!r}.")
     return Rollout(env_factory, max_turns=max_turns, **options)
@@ -315,9 +269,10 @@ def tool_rollout(
     Example:
         >>> trainer = GRPOTrainer(..., rollout_func=tool_rollout([multiply]))  # doctest: +SKIP
     """
+    check_names(options, ["tools", "max_turns", "tool_timeout_s", "max_result_tokens", "stop_tools"])
     if callable(tools):
         raise SetupError("tools must be a list of functions: tool_rollout([...]).")
-    _check_positive("tool_timeout_s", tool_timeout_s)
+    check_positive("tool_timeout_s", tool_timeout_s)
     described = [Tool(function) for function in tools]
     names = [tool.name for tool in described]
     if not names or len(set(names)) < len(names):

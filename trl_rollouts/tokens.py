@@ -144,7 +144,8 @@ class ChatTokenizer:
         """The ids of a conversation that the model is to continue. A string is taken as rendered already.
 
         Raises:
-            TemplateError: there is no template, it fails, or it does not show the tools.
+            TemplateError: there is no template, it fails, or it does not show a message.
+            SetupError: it does not show the tools.
         """
         if isinstance(messages, str):
             text, bare = messages, ""
@@ -156,10 +157,12 @@ class ChatTokenizer:
         functions = [tool.get("function", tool) for tool in tools]
         hidden = [function.get("name") for function in functions if not _is_tool_shown(function, text, bare)]
         if hidden:
-            raise TemplateError(
-                f"The prompt does not show the tools {hidden} to the model. Use a chat template that renders `tools` "
-                "(TRL ships some in trl/chat_templates), or describe them in a system message, by name and with the "
-                "first line of their docstrings."
+            what = f"The prompt does not show the tools {hidden} to the model."
+            if isinstance(messages, str):
+                raise TemplateError(f"{what} It is a string, which no template is applied to: use messages.")
+            raise SetupError(
+                f"{what} Use a chat template that renders `tools` (TRL ships some in trl/chat_templates), or describe "
+                "each in a system message, by its name and the first line of its docstring, and pass parser=."
             )
         token_ids = self.encode(text, special_tokens=isinstance(messages, str))
         if not token_ids:
@@ -219,7 +222,10 @@ class ChatTokenizer:
         try:
             self._bridge.prove([{"role": "tool", "tool_call_id": "call00000", "name": "tool", "content": "."}])
         except TemplateError as cause:
-            raise SetupError(str(cause)) from cause
+            raise SetupError(
+                f"A tool's answer cannot be shown to the model. {cause} With max_turns=1 calls are run and none is "
+                "answered."
+            ) from cause
 
     def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, *, is_whole: bool = False

@@ -118,13 +118,13 @@ class ToolEnv:
         self.tools = [tool.schema for tool in tools]
 
     async def reset(self, prompt: list[Message]) -> list[Message]:
-        task = prompt[-1].get("task")
+        task = prompt[-1].get("task") if prompt else None
         names = task.get("tool_names") if isinstance(task, dict) else None
         if names is not None:
-            known = isinstance(names, list) and all(isinstance(name, str) and name in self._tools for name in names)
-            if not known:
+            if not isinstance(names, list) or (wrong := [name for name in names if name not in [*self._tools]]):
+                problem = f"knows no {wrong[0]!r:.100}" if isinstance(names, list) else "takes a list of names"
                 raise SetupError(
-                    f"A row's task has tool_names={names!r:.200}. It must be a list of names; tool_rollout was given "
+                    f"A row's task has tool_names={names!r:.200}. tool_rollout {problem}; it was given "
                     f"{', '.join(self._tools)}."
                 )
             self._tools = {name: self._tools[name] for name in names}

@@ -14,5 +14,6 @@ Arguments are what was written: nothing is stripped, completed or guessed, but f
 
 from .calls import read_arguments
 from .finding import Parser, find_format, find_parser, parse_hermes, parse_plain
+from .formats import FORMATS
 
-__all__ = ["Parser", "find_format", "find_parser", "parse_hermes", "parse_plain", "read_arguments"]
+__all__ = ["FORMATS", "Parser", "find_format", "find_parser", "parse_hermes", "parse_plain", "read_arguments"]

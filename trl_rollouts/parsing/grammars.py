@@ -142,7 +142,7 @@ def header_calls(*, opening: str, header: str, closing: str, decode: Decode = de
                 return [Call(start, inner, arguments=text[inner:], error=error)]
             value, end = decode(text, head.end())
             if end is None or not rest.match(text, end):
-                error = f"The arguments of {head['name']} are not valid JSON."
+                error = f"The arguments of {head['name']} cannot be read, or are not closed."
                 return [Call(start, inner, head["name"], text[head.end() :], error=error)]
             return [Call.read(start, end, head["name"], value, head.groupdict().get("id"))]
 
