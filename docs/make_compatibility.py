@@ -40,8 +40,8 @@ PATH = Path(__file__).with_name("compatibility.md")
 
 HEAD = f"""# Compatibility
 
-Every chat template that TRL {version("trl")} ships, tried out. Written by `make compatibility`; `make check` fails when
-it is stale.
+Every chat template that TRL {version("trl")} ships, tried out. Written by `make compatibility`; `make check` fails
+when it is stale.
 
 - **tokenizer**: the family's own, or in parentheses a stand-in with the template's special tokens added.
 - **user turns**, **tool turns**, **two calls**: tokens in which the bridges of {NUM_TURNS} turns differ from the
@@ -49,8 +49,8 @@ it is stale.
 - **calls**: the format in which calls are read, found by reading a call back from the template's own text.
 - **thoughts**: "opened" where the generation prompt opens them, so that a completion begins inside.
 - **history**: what the template does to earlier turns when it renders the conversation again. Here nothing is rendered
-  again: where a template rewrites, what was sampled is kept as it was sampled, thoughts included. DeepSeek's opens tool
-  outputs in the first round only; a bridge opens them in every round, which is one token more in each later one.
+  again: where a template rewrites, what was sampled is kept as it was sampled, thoughts included. DeepSeek's opens
+  tool outputs in the first round only; a bridge opens them in every round, which is one token more in each later one.
 
 A family outside this list works the same way: its template is proved at the first call, or refused.
 
