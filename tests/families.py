@@ -158,7 +158,7 @@ def bridge_drift(chat: ChatTokenizer, messages: list[Message], tools: list[dict[
     for end in ends[1:]:
         start = max(index for index in range(end) if messages[index]["role"] == "assistant") + 1
         observation = messages[start : end + 1]
-        end_id = chat.prove_bridge(observation)
+        end_id = chat._bridge.prove(observation).end_id
         bridge = [end_id, *chat.bridge(observation, last_id=end_id)]
         whole = chat.encode(chat.render(messages[: end + 1], tools))
         matching = SequenceMatcher(None, whole[-len(bridge) :], bridge, autojunk=False).get_matching_blocks()

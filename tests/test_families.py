@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trl_rollouts import Completion, Message, Sampling, SetupError, StepResult
 from trl_rollouts.episode import Setting, run_trajectory
-from trl_rollouts.parsing import find_format, find_parser, parse_plain
+from trl_rollouts.parsing import find_format, find_parser
 from trl_rollouts.parsing.thoughts import opened_thoughts
 from trl_rollouts.tokens import ChatTokenizer
 
@@ -105,7 +105,7 @@ def _fragments(tokenizer: ChatTokenizer) -> list[str]:
 def test_an_observation_is_shown_once_as_text_and_the_turn_before_it_ends_once(name: str, data: Any) -> None:
     tokenizer, message = chat(name), CASES[name]
     text = "".join(data.draw(st.lists(st.sampled_from(_fragments(tokenizer)), max_size=8))).strip() or "x"
-    end_id = tokenizer.prove_bridge([message])
+    end_id = tokenizer._bridge.prove([message]).end_id
     bridge = tokenizer.bridge([{**message, "content": text}], last_id=end_id)
     harmless = tokenizer.bridge([message], last_id=end_id)
 
@@ -182,7 +182,7 @@ class Script:
 @given(data=st.data())
 def test_a_row_is_what_was_sampled_and_bridges_whatever_is_said_and_wherever_it_is_cut(name: str, data: Any) -> None:
     tokenizer, message = chat(name), CASES[name]
-    end_id = tokenizer.prove_bridge([message])
+    end_id = tokenizer._bridge.prove([message]).end_id
     texts = st.lists(st.sampled_from(_fragments(tokenizer)), max_size=4).map("".join)
     script, num_turns = Script(), data.draw(st.integers(1, 6))
     for turn in range(num_turns):
@@ -195,7 +195,7 @@ def test_a_row_is_what_was_sampled_and_bridges_whatever_is_said_and_wherever_it_
         env_factory=lambda: script,
         client=script,
         tokenizer=tokenizer,
-        parser=parse_plain,
+        parser=None,
         sampling=Sampling(max_tokens=100_000),
         max_completion_length=100_000,
         max_turns=num_turns,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_rollouts import SetupError
-from trl_rollouts.parsing import find_format, parse_hermes, parse_plain
+from trl_rollouts.parsing import find_format, parse_hermes
 from trl_rollouts.testing import byte_tokenizer
 from trl_rollouts.tokens import ChatTokenizer
 
@@ -202,8 +202,8 @@ def test_a_call_in_a_thought_that_the_template_opened_is_not_made() -> None:
 
 
 def test_a_thought_that_the_template_opened_or_that_never_closes_is_a_thought() -> None:
-    assert parse_plain("hm\n</think>\n\nYes.") == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
-    assert parse_plain("<think>\nhm") == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert parse_hermes("hm\n</think>\n\nYes.") == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+    assert parse_hermes("<think>\nhm") == {"role": "assistant", "content": "", "reasoning_content": "hm"}
 
 
 JSON = st.recursive(

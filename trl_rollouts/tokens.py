@@ -4,6 +4,7 @@ Sampled ids never pass through here on their way to the trainer.
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -78,17 +79,15 @@ class ChatTokenizer:
 
     def encode_words(self, text: str) -> list[int]:
         """`text` as the words it spells, where `encode` would make a control token of it."""
-        ids = self._encode_inside(text, split_special_tokens=True)
+        ids = self.encode_rest(text, split_special_tokens=True)
         if any(self.control_words.search(self.decode_one(token_id)) for token_id in ids):
             # That splits none but special tokens. No token begins in the middle of another one.
-            ids = self._encode_inside(text[:1]) + self._encode_inside(text[1:])
+            ids = self.encode_rest(text[:1]) + self.encode_rest(text[1:])
         return ids
 
-    def encode_rest(self, text: str) -> list[int]:
+    def encode_rest(self, text: str, **kwargs: Any) -> list[int]:
         """`text` as it continues another text: SentencePiece puts a space before the first word of a whole one."""
-        return self._encode_inside(text)
 
-    def _encode_inside(self, text: str, **kwargs: Any) -> list[int]:
         def encode(text: str) -> list[int]:
             return list(self._tokenizer(_encodable(text), add_special_tokens=False, **kwargs)["input_ids"])
 
@@ -150,7 +149,6 @@ class ChatTokenizer:
         if isinstance(messages, str):
             text, bare = messages, ""
         else:
-            messages = [plain(message) for message in messages]
             text = self.render(messages, tools=list(tools) or None)
             bare = self.render(messages) if tools else ""
             self._check_shown(messages)
@@ -176,7 +174,7 @@ class ChatTokenizer:
         kinds = tuple((m["role"], bool(message_text(m)), len(m.get("tool_calls") or ())) for m in messages)
         if kinds in self._shown:
             return
-        text = self.render([marked(message, f"SHOWN{index}x") for index, message in enumerate(messages)])
+        text = self.render([marked(plain(message), f"SHOWN{index}x") for index, message in enumerate(messages)])
         for index, (role, has_text, num_calls) in enumerate(kinds):
             for what, is_there in (("text", has_text), ("call", num_calls > 0)):
                 if is_there and f"SHOWN{index}x{what}" not in text:
@@ -210,10 +208,6 @@ class ChatTokenizer:
         """The ids that lead from a completion to the model's next turn; see `Bridge.ids`."""
         return self._bridge.ids(observation, last_id=last_id)
 
-    def prove_bridge(self, observation: list[Message]) -> int:
-        """The id that ends the assistant's turn before such an observation; raises what `bridge` would."""
-        return self._bridge.prove(observation).end_id
-
     def prove_tool_answers(self) -> None:
         """Raises `SetupError` where a tool's answer cannot be shown.
 
@@ -245,10 +239,10 @@ class ChatTokenizer:
         try:
             return self._apply(messages, tools, is_whole)
         except TemplateError:
-            try:  # DeepSeek V3 puts the arguments of a call into the text as they are, which no dict can be
+            with suppress(
+                TemplateError
+            ):  # DeepSeek V3 puts a call's arguments into the text as they are: no dict can be
                 return self._apply([arguments_as_text(message) for message in messages], tools, is_whole)
-            except TemplateError:
-                pass
             raise
 
     def _apply(self, messages: list[Message], tools: list[dict[str, Any]] | None, is_whole: bool = False) -> str:
@@ -292,10 +286,8 @@ def _is_tool_shown(function: dict[str, Any], text: str, bare: str) -> bool:
     """Whether a prompt shows a tool: more often than it does without tools (a question may name it), or because its
     author has described it.
     """
-    name, (first_line, *_) = (
-        str(function.get("name")),
-        str(function.get("description", "")).strip().splitlines() or [""],
-    )
+    name, lines = str(function.get("name")), str(function.get("description", "")).strip().splitlines()
+    first_line = lines[0] if lines else ""
     return text.count(name) > bare.count(name) or bool(name in bare and first_line and first_line in bare)
 
 

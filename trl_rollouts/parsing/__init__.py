@@ -13,7 +13,7 @@ Arguments are what was written: nothing is stripped, completed or guessed, but f
 """
 
 from .calls import read_arguments
-from .finding import Parser, find_format, find_parser, parse_hermes, parse_plain
+from .finding import Parser, find_format, find_parser, parse_hermes
 from .formats import FORMATS
 
-__all__ = ["FORMATS", "Parser", "find_format", "find_parser", "parse_hermes", "parse_plain", "read_arguments"]
+__all__ = ["FORMATS", "Parser", "find_format", "find_parser", "parse_hermes", "read_arguments"]

@@ -80,8 +80,3 @@ def parse_hermes(text: str) -> Message:
     {'name': 'f', 'arguments': {'a': 1}}
     """
     return HERMES.parse(text, {})
-
-
-def parse_plain(text: str) -> Message:
-    """Reasoning and content: whatever looks like a call is text."""
-    return PLAIN.parse(text, {})
