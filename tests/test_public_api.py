@@ -15,10 +15,11 @@ HEAVY = {"torch", "trl", "vllm", "transformers", "datasets", "accelerate", "aioh
 # From what all build on to what builds on all; a module imports only from groups before its own, or its own.
 LAYERS = [
     {"errors", "trajectory", "engine"},
-    {"env", "sampling", "transcripts", "metrics", "serving"},
+    {"env", "sampling", "transcripts", "metrics", "sandbox", "serving"},
     {"messages", "bridging", "tokens", "parsing"},
     {"clients"},
     {"tools", "weights", "episode", "trainer"},
+    {"code"},
     {"options", "rollout"},
     {"__init__", "cli", "testing"},
 ]

@@ -4,6 +4,8 @@
     ├── SetupError (ValueError)      infra: arguments, server flags or trainer settings that cannot work together
     ├── ServerError                  infra: the server is gone, or breaks its protocol
     │   └── RequestError             data: the server refused, or failed to answer, one request
+    ├── SandboxError                 infra: model-written code cannot be confined here as it must be
+    │   └── SessionError             data: one sandboxed session could not be opened, or was lost with its machine
     ├── WeightSyncError              infra: the server did not take the trainer's weights
     ├── TemplateError (ValueError)   data: the chat template cannot render this conversation exactly
     ├── PromptTooLongError           data: the prompt leaves no room in the server's context
@@ -41,6 +43,14 @@ class RequestError(ServerError):
     """The HTTP status it answered; None if it did not."""
 
 
+class SandboxError(RolloutError):
+    """Model-written code cannot be run here, or not be confined as it must be."""
+
+
+class SessionError(SandboxError):
+    """One session could not be opened, or was lost with the machine it ran on. Others may well go on."""
+
+
 class WeightSyncError(RolloutError):
     """The server did not take the trainer's weights, so what it samples would be off-policy."""
 
@@ -55,8 +65,9 @@ class EnvError(RolloutError):
 
 def is_data(error: Exception) -> bool:
     """Whether `error` concerns one trajectory rather than the run."""
-    ours = SetupError | ServerError | WeightSyncError | AssertionError  # an assertion is a bug, not a bad rollout
-    return isinstance(error, RequestError) or not isinstance(error, ours)
+    # An assertion is a bug, not a bad rollout.
+    ours = SetupError | ServerError | SandboxError | WeightSyncError | AssertionError
+    return isinstance(error, RequestError | SessionError) or not isinstance(error, ours)
 
 
 @contextmanager

@@ -1,0 +1,49 @@
+"""Folders that hostile code has filled: how much is in one, and how to remove it."""
+
+import itertools
+import os
+from contextlib import suppress
+
+
+def usage(folder: str, *, max_entries: int) -> tuple[int, int]:
+    """Entries and bytes below `folder`, links not followed. Counting stops at `max_entries`."""
+    num_entries = num_bytes = 0
+    pending = [folder]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    num_entries += 1
+                    if num_entries >= max_entries:
+                        return num_entries, num_bytes
+                    with suppress(FileNotFoundError):
+                        num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+        except FileNotFoundError:
+            continue
+        except OSError:  # a path longer than the kernel takes, a folder without the right to list it
+            return max_entries, num_bytes
+    return num_entries, num_bytes
+
+
+def remove(folder: str) -> None:
+    """Remove `folder` and all below it, once nothing writes there any more. Follows no link, at any depth.
+
+    A folder in it is moved up beside it first, so that no path becomes too long and nothing recurses.
+    """
+    numbers = itertools.count()
+    pending = [folder]
+    while pending:
+        current = pending.pop()
+        os.chmod(current, 0o700)
+        with os.scandir(current) as entries:
+            for entry in list(entries):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)  # moving a folder writes its ".."
+                    moved = f"{folder}.{next(numbers)}"
+                    os.rename(entry.path, moved)
+                    pending.append(moved)
+                else:
+                    os.unlink(entry.path)
+        os.rmdir(current)

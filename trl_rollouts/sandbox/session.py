@@ -1,0 +1,345 @@
+"""The host's end of one sandboxed process: sends a snippet, keeps its time, answers its calls, ends it.
+
+What the process sends is hostile input (`wire`). What the host knows for certain is the kernel's word: whether the
+process lives, and how long it ran. A process is stopped (SIGSTOP) whenever it has nothing to do, so that threads left
+behind by a snippet burn no processor and write no file between two.
+
+A snippet's time is its own: waiting for a processor, which grows with what else the machine does, and the host's
+functions do not count.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ..errors import SessionError
+from . import ExecResult, ExecStatus, HostCall
+from .folders import remove, usage
+from .wire import Decoder, WireError, encode
+
+GRACE_S = 0.5
+"""Between the interrupt and the end."""
+WATCH_S = 0.05
+"""Between two looks at what a running snippet has written."""
+MAX_FOLDER_BYTES = 100 << 20
+MAX_FOLDER_ENTRIES = 5000
+OPEN_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 5.0
+_FEW_ENTRIES = 256
+
+_STATUSES = {str(status) for status in (ExecStatus.OK, ExecStatus.ERROR, ExecStatus.EXIT, ExecStatus.TIMEOUT)}
+_ENDED = "The process ended: a crash in native code, os._exit, or no memory left."
+
+
+class LocalSession:
+    """One sandboxed process, once `wait_ready` has returned. Belongs to the event loop that opened it."""
+
+    def __init__(
+        self, channel: socket.socket, folder: str, call: HostCall | None, on_close: Callable[[], None]
+    ) -> None:
+        channel.setblocking(False)
+        self._channel = channel
+        self._folder = folder
+        self._call = call
+        self._on_close = on_close
+        self._decoder = Decoder()
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = -1
+        self._num_entries = self._changed_at = 0
+        self._is_running = self._is_stopped = self._is_closed = False
+        self.is_alive = True
+
+    async def wait_ready(self) -> None:
+        """Wait until the process is confined.
+
+        Raises:
+            SessionError: it could not be started, or not be confined.
+        """
+        deadline = self._loop.time() + OPEN_TIMEOUT_S
+        is_ready = False
+        while not is_ready or self._pidfd < 0:
+            if not await self._until_readable(deadline - self._loop.time()):
+                raise SessionError(f"A sandboxed process was not ready within {OPEN_TIMEOUT_S:g} s.")
+            data, fds, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
+            if fds:
+                self._pidfd = fds[0]
+            if not data:
+                raise SessionError("A sandboxed process ended before it was ready.")
+            self._decoder.feed(data)
+            while (frame := self._decoder.next()) is not None:
+                if "failed" in frame:
+                    raise SessionError(f"A sandboxed process could not be started: {frame['failed']}")
+                is_ready = is_ready or "ready" in frame
+
+    async def run(self, code: str, timeout_s: float) -> ExecResult:
+        """Run a snippet; see `Session`."""
+        if not self.is_alive:
+            return ExecResult(ExecStatus.DIED, error="The session had ended.")
+        assert not self._is_running, "a session runs one snippet at a time"
+        self._is_running = True
+        try:
+            return await self._run(code, timeout_s)
+        except WireError as error:
+            self._kill()
+            return ExecResult(ExecStatus.PROTOCOL, error=f"The process sent {error}, and was ended.")
+        except (ConnectionError, EOFError):
+            self._kill()
+            return ExecResult(ExecStatus.DIED, error=_ENDED)
+        except BaseException:
+            self._kill()
+            raise
+        finally:
+            self._is_running = False
+            self._stop()
+
+    async def close(self) -> None:
+        """End the process and remove its folder."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._kill()
+        try:
+            if self._pidfd >= 0 and not await self._until_readable(CLOSE_TIMEOUT_S, fd=self._pidfd):
+                raise SessionError(f"A sandboxed process did not end within {CLOSE_TIMEOUT_S:g} s of being killed.")
+        finally:
+            self._channel.close()
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+            try:
+                os.rmdir(self._folder)
+            except OSError:
+                await asyncio.to_thread(remove, self._folder)
+            self._on_close()
+
+    async def _run(self, code: str, timeout_s: float) -> ExecResult:
+        self._refuse_leftovers()
+        clock = _Clock(self._pidfd, timeout_s)
+        self._resume()
+        await self._send({"code": code}, clock)
+        while True:
+            frame = await self._receive(clock)
+            if frame is None:
+                if reason := await self._overrun(clock):
+                    self._kill()
+                    return ExecResult(ExecStatus.KILLED, error=reason, duration_s=clock.elapsed_s())
+            elif "call" in frame:
+                self._stop()
+                with clock.paused():
+                    answer = await self._answer(frame)
+                self._resume()
+                await self._send(answer, clock)
+            else:
+                self._stop()
+                result = _result(frame, clock)
+                if problem := await self._folder_problem():
+                    self._kill()
+                    return ExecResult(
+                        ExecStatus.KILLED, result.stdout, result.stderr, None, problem, result.duration_s
+                    )
+                return result
+
+    async def _overrun(self, clock: "_Clock") -> str | None:
+        """Interrupt the snippet once its time is over. Why the session must end, if it must."""
+        if clock.interrupted_at is not None:
+            if time.monotonic() < clock.interrupted_at + GRACE_S:
+                return None
+            return f"The time limit of {clock.timeout_s:g} s passed, and an interrupt did not stop the code."
+        if problem := await self._folder_problem():
+            return problem
+        if clock.is_over():
+            clock.interrupted_at = time.monotonic()
+            self._signal(signal.SIGINT)
+        return None
+
+    async def _folder_problem(self) -> str | None:
+        limit = MAX_FOLDER_ENTRIES
+        changed_at = os.stat(self._folder).st_mtime_ns
+        if self._num_entries == 0 and changed_at == self._changed_at:
+            return None
+        self._changed_at = changed_at
+        if self._num_entries < _FEW_ENTRIES:
+            self._num_entries, num_bytes = usage(self._folder, max_entries=limit)
+        else:  # too slow for the event loop
+            self._num_entries, num_bytes = await asyncio.to_thread(usage, self._folder, max_entries=limit)
+        if self._num_entries < limit and num_bytes <= MAX_FOLDER_BYTES:
+            return None
+        return (
+            f"The code wrote too much: {self._num_entries} files and {num_bytes >> 20} MB; {limit} files and "
+            f"{MAX_FOLDER_BYTES >> 20} MB may be kept."
+        )
+
+    async def _answer(self, frame: dict[str, Any]) -> dict[str, Any]:
+        name, args, kwargs = frame["call"], frame.get("args"), frame.get("kwargs")
+        if not isinstance(name, str) or not isinstance(args, list) or not isinstance(kwargs, dict):
+            raise WireError("a call that is none")
+        if self._call is None:
+            raise WireError("a call of a function that it was not given")
+        try:
+            result = await self._call(*_clean([name, args, kwargs]))
+            encode({"result": result})
+        except Exception as error:
+            return {"error": str(error) or type(error).__name__}
+        return {"result": result}
+
+    def _refuse_leftovers(self) -> None:
+        try:
+            unasked = self._channel.recv(1)
+        except BlockingIOError:
+            unasked = None
+        if unasked == b"":
+            raise EOFError
+        if unasked is not None or not self._decoder.is_empty:
+            raise WireError("something unasked")
+
+    async def _send(self, message: dict[str, Any], clock: "_Clock") -> None:
+        rest = memoryview(encode(message))
+        while rest:
+            try:
+                rest = rest[self._channel.send(rest) :]
+            except BlockingIOError:
+                if clock.elapsed_s() > clock.timeout_s + OPEN_TIMEOUT_S:
+                    raise WireError("nothing, and read nothing") from None
+                await asyncio.sleep(0.001)
+
+    async def _receive(self, clock: "_Clock") -> dict[str, Any] | None:
+        """The next frame; None when it is time to look at the clock and the folder."""
+        while (frame := self._decoder.next()) is None:
+            if not await self._until_readable(clock.next_look_s()):
+                return None
+            piece = self._channel.recv(1 << 16)
+            if not piece:
+                raise EOFError
+            self._decoder.feed(piece)
+        return frame
+
+    async def _until_readable(self, timeout_s: float, fd: int | None = None) -> bool:
+        """Whether there is something to read within `timeout_s`."""
+        fd = self._channel.fileno() if fd is None else fd
+        readable: asyncio.Future[bool] = self._loop.create_future()
+
+        def settle(value: bool) -> None:
+            if not readable.done():
+                readable.set_result(value)
+
+        self._loop.add_reader(fd, settle, True)
+        timer = self._loop.call_later(timeout_s, settle, False)
+        try:
+            return await readable
+        finally:
+            timer.cancel()
+            self._loop.remove_reader(fd)
+
+    def _stop(self) -> None:
+        if self.is_alive and not self._is_stopped:
+            self._is_stopped = True
+            self._signal(signal.SIGSTOP)
+
+    def _resume(self) -> None:
+        if self._is_stopped:
+            self._is_stopped = False
+            self._signal(signal.SIGCONT)
+
+    def _kill(self) -> None:
+        self.is_alive = False
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+
+class _Clock:
+    """A snippet's own time: the wall's, less what it waited for a processor and for the host's functions."""
+
+    def __init__(self, pidfd: int, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.interrupted_at: float | None = None
+        self._pidfd = pidfd
+        self._pid: int | None = None
+        self._started_at = time.monotonic()
+        self._paused_s = 0.0
+        self._waited_s = self._cpu_s = 0.0
+        """As the kernel counted them at the first look."""
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started_at - self._paused_s
+
+    def next_look_s(self) -> float:
+        rest = self.timeout_s - self.elapsed_s()
+        return min(WATCH_S, rest) if rest > 0.001 else WATCH_S / 5
+
+    def is_over(self) -> bool:
+        """Whether the time limit has passed. With threads, the processor time of them all has a limit, too."""
+        if self._pid is None:
+            self._pid = _pid_of(self._pidfd)
+            self._waited_s, self._cpu_s = _scheduled(self._pid)
+        elapsed_s = self.elapsed_s()
+        if elapsed_s < self.timeout_s:
+            return False
+        waited_s, cpu_s = _scheduled(self._pid)
+        return elapsed_s - (waited_s - self._waited_s) >= self.timeout_s or cpu_s - self._cpu_s >= 2 * self.timeout_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        started_at = time.monotonic()
+        yield
+        self._paused_s += time.monotonic() - started_at
+
+
+def _pid_of(pidfd: int) -> int:
+    """As this process's namespace numbers it."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        fields = dict(line.split(":\t", 1) for line in file if ":\t" in line)
+    return int(fields["Pid"])
+
+
+def _scheduled(pid: int) -> tuple[float, float]:
+    """Seconds that the process's main thread has waited for a processor, and that all its threads have used one.
+
+    Zeros where the kernel does not say, or the process is gone.
+    """
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            waited_s = int(file.read().split()[1]) / 1e9
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except (OSError, IndexError):
+        return 0.0, 0.0
+    return waited_s, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _result(frame: dict[str, Any], clock: _Clock) -> ExecResult:
+    status, stdout, stderr = frame.get("status"), frame.get("stdout"), frame.get("stderr")
+    value, error = frame.get("value"), frame.get("error")
+    if (
+        status not in _STATUSES
+        or (status == ExecStatus.TIMEOUT and clock.interrupted_at is None)
+        or not (isinstance(stdout, str) and isinstance(stderr, str))
+        or not (isinstance(value, str | None) and isinstance(error, str | None))
+    ):
+        raise WireError("an answer that is none")
+    if status == ExecStatus.TIMEOUT:
+        error = f"The time limit of {clock.timeout_s:g} s passed and the code was interrupted."
+    return ExecResult(
+        ExecStatus(str(status)),
+        _clean(stdout),
+        _clean(stderr),
+        _clean(value),
+        _clean(error),
+        duration_s=clock.elapsed_s(),
+    )
+
+
+def _clean(value: Any) -> Any:
+    """The value with every text in it valid Unicode."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    return {_clean(key): _clean(item) for key, item in value.items()} if isinstance(value, dict) else value
