@@ -21,6 +21,7 @@ LAYERS = [
     {"tools", "weights", "episode", "trainer"},
     {"code"},
     {"options", "rollout"},
+    {"ready_made"},
     {"__init__", "cli", "testing"},
 ]
 

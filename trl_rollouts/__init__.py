@@ -18,7 +18,9 @@ if TYPE_CHECKING:
         PromptTooLongError,
         RequestError,
         RolloutError,
+        SandboxError,
         ServerError,
+        SessionError,
         SetupError,
         TemplateError,
         WeightSyncError,
@@ -26,8 +28,11 @@ if TYPE_CHECKING:
     from .metrics import env_reward
     from .options import RolloutOptions
     from .parsing import parse_hermes
-    from .rollout import Rollout, env_rollout, tool_rollout
+    from .ready_made import code_rollout, env_rollout, tool_rollout
+    from .rollout import Rollout
     from .sampling import Sampling
+    from .sandbox import ExecResult, ExecStatus, Executor, Session
+    from .sandbox.local import Isolation, LocalExecutor
     from .tokens import ChatTokenizer
     from .trajectory import Completion, Message, StopReason, Trajectory
     from .transcripts import read_transcripts
@@ -43,7 +48,9 @@ _HOMES = {
         "PromptTooLongError",
         "RequestError",
         "RolloutError",
+        "SandboxError",
         "ServerError",
+        "SessionError",
         "SetupError",
         "TemplateError",
         "WeightSyncError",
@@ -51,8 +58,12 @@ _HOMES = {
     "metrics": ("env_reward",),
     "parsing": ("parse_hermes",),
     "options": ("RolloutOptions",),
-    "rollout": ("Rollout", "env_rollout", "tool_rollout"),
+    "ready_made": ("code_rollout", "env_rollout", "tool_rollout"),
+    "rollout": ("Rollout",),
     "sampling": ("Sampling",),
+    "sandbox": ("ExecResult", "ExecStatus", "Executor", "Session"),
+    "sandbox.local": ("Isolation", "LocalExecutor"),
+    "sandbox.ray": ("RayExecutor",),
     "tokens": ("ChatTokenizer",),
     "trajectory": ("Completion", "Message", "StopReason", "Trajectory"),
     "transcripts": ("read_transcripts",),
@@ -62,6 +73,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022 (in the order of a first reading; a test holds that it is complete)
     "tool_rollout",
+    "code_rollout",
     "env_rollout",
     "Rollout",
     "RolloutOptions",
@@ -78,12 +90,21 @@ __all__ = [  # noqa: RUF022 (in the order of a first reading; a test holds that 
     "connect",
     "ChatTokenizer",
     "parse_hermes",
+    "LocalExecutor",
+    "Isolation",
+    "RayExecutor",
+    "Executor",
+    "Session",
+    "ExecResult",
+    "ExecStatus",
     "CheckpointSync",
     "read_transcripts",
     "RolloutError",
     "SetupError",
     "ServerError",
     "RequestError",
+    "SandboxError",
+    "SessionError",
     "WeightSyncError",
     "TemplateError",
     "PromptTooLongError",

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Cleanup = Callable[[], Coroutine[Any, Any, None]]
 
 STOP_TIMEOUT_S = 10.0
 WATCH_S = 5.0
@@ -27,7 +28,7 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trl_rollouts", daemon=True)
         self._thread.start()
-        self.cleanups: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self.cleanups: list[Cleanup] = []
         """Coroutine functions to run on the loop before it stops."""
         self.close = weakref.finalize(self, _stop, self.pid, self._loop, self._thread, self.cleanups)
 
@@ -48,7 +49,7 @@ def _stop(
     pid: int,
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
-    cleanups: list[Callable[[], Coroutine[Any, Any, None]]],
+    cleanups: list[Cleanup],
 ) -> None:
     async def wind_down() -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

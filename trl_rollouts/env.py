@@ -29,6 +29,9 @@ class StepResult:
 
     messages: list[Message] = field(default_factory=list)
     """The observation, shown to the model before its next turn. Never role "assistant"."""
+    inline: str = ""
+    """In place of messages: text put right behind what the model wrote, within its own turn. Where the model has ended
+    that turn, the episode is over."""
     reward: float = 0.0
     terminated: bool = False
     """The episode is over, by its own rules (Gymnasium's word)."""
@@ -41,6 +44,8 @@ class StepResult:
         self.check_messages()
 
     def check_messages(self) -> None:
+        if not isinstance(self.inline, str) or (self.inline and self.messages):
+            raise ValueError(f"StepResult.inline is a text, without messages beside it, not {self.inline!r:.200}.")
         if not _are_messages(self.messages):
             raise ValueError(
                 "StepResult.messages must be messages (dicts with a role, and a text as content), not "
@@ -59,6 +64,8 @@ class Env(Protocol):
 
     def reset(self, prompt: list[Message]) -> Any:
         """Begin. `prompt` is the dataset's, a copy; its last message may carry the row's data as `"task"`.
+
+        A prompt that is a string comes as one message with `"is_rendered": True`, and must be returned unchanged.
 
         Returns:
             list[Message]: the opening messages, which the model sees.

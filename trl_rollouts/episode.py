@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .clients import Client
-from .env import Env, EnvFactory, Worker, checked_action, checked_opening, checked_step, exits_as_errors
+from .env import Env, EnvFactory, StepResult, Worker, checked_action, checked_opening, checked_step, exits_as_errors
 from .errors import EnvError, SetupError, boundary, is_data
 from .messages import plain
 from .parsing import Parser, find_parser
@@ -52,7 +52,7 @@ class Setting:
     """Tokens of a whole trajectory, observations included."""
     max_turns: int
     max_result_tokens: int | None
-    """A message of the role "tool" that has more is shown without its middle."""
+    """An observation's text that has more is shown without its middle."""
     timeout_s: float
 
     def room(self, trajectory: Trajectory) -> int:
@@ -127,9 +127,12 @@ async def _begin(trajectory: Trajectory, env: Env, worker: Worker, prompt: Promp
     """Reset the environment and render what it opens with; the schemas of its tools."""
     opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt)
     with boundary(EnvError, "env.reset failed"), _timed(trajectory, "env_s"):
-        messages = checked_opening(await worker.call(env.reset, copy.deepcopy(opening)))
-    if isinstance(prompt, str) and messages != opening:
-        raise EnvError("env.reset changed a prompt that is a string; such a prompt needs to be a list of messages.")
+        given = [{**opening[0], "is_rendered": True}] if isinstance(prompt, str) else opening
+        messages = checked_opening(await worker.call(env.reset, copy.deepcopy(given)))
+    if isinstance(prompt, str):
+        if messages not in (given, opening):
+            raise EnvError("env.reset changed a prompt that is a string; such a prompt must be a list of messages.")
+        messages = opening
     tools: Sequence[Any] = getattr(env, "tools", None) or ()  # optional in the protocol
     trajectory.prompt_ids = setting.tokenizer.prompt(prompt if isinstance(prompt, str) else messages, tools)
     trajectory.messages = [plain(message) for message in messages]
@@ -164,20 +167,28 @@ async def _turn(
     elif trajectory.num_turns >= setting.max_turns:
         trajectory.end(StopReason.MAX_TURNS)
     else:
-        _observe(trajectory, step.messages, completion, setting)
+        _observe(trajectory, step, completion, setting)
 
 
-def _observe(trajectory: Trajectory, messages: list[Message], completion: Completion, setting: Setting) -> None:
+def _observe(trajectory: Trajectory, step: StepResult, completion: Completion, setting: Setting) -> None:
     """Append the observation whole, with room for a next token, or end here: a part of it would mislead."""
+    last_id, tokenizer = completion.token_ids[-1], setting.tokenizer
+    messages = [{"role": "tool", "content": step.inline}] if step.inline else step.messages
     if not messages:
         raise EnvError("env.step returned no message and did not end the episode, so the model has nothing to answer.")
+    if step.inline and last_id in tokenizer.eos_token_ids:
+        trajectory.end(StopReason.TERMINATED)
+        return
     if setting.max_result_tokens is not None:
-        messages = [_cut(message, setting.tokenizer, setting.max_result_tokens) for message in messages]
+        messages = [_cut(message, tokenizer, setting.max_result_tokens) for message in messages]
     num_chars = sum(len(str(message.get("content"))) for message in messages)
     if num_chars > MAX_CHARS_PER_TOKEN * setting.room(trajectory):  # hopeless, and slow to encode
         trajectory.end(StopReason.LENGTH)
         return
-    bridge = setting.tokenizer.bridge(messages, last_id=completion.token_ids[-1])
+    if step.inline:
+        bridge = tokenizer.encode_inline(messages[0]["content"])
+    else:
+        bridge = tokenizer.bridge(messages, last_id=last_id)
     if setting.room(trajectory) <= len(bridge):
         trajectory.end(StopReason.LENGTH)
         return
@@ -186,7 +197,7 @@ def _observe(trajectory: Trajectory, messages: list[Message], completion: Comple
 
 
 def _cut(message: Message, tokenizer: ChatTokenizer, max_tokens: int) -> Message:
-    if message["role"] != "tool" or not isinstance(message.get("content"), str):
+    if not isinstance(message.get("content"), str):
         return message
     return {**message, "content": tokenizer.cut(message["content"], max_tokens)}
 

@@ -14,7 +14,17 @@ from .trajectory import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
-_ANSWERED = ("exception", "timeout", "unknown_tool", "invalid_arguments", "parse_error", "too_many_calls")
+_ANSWERED = (
+    "exception",
+    "timeout",
+    "unknown_tool",
+    "invalid_arguments",
+    "parse_error",
+    "too_many_calls",
+    "killed",
+    "died",
+    "protocol",
+)
 
 
 def env_reward(env_reward: list[float | None] | None = None, **_: Any) -> list[float | None]:

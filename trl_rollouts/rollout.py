@@ -15,21 +15,20 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 from . import trainer as reading
 from .clients import Client, connect, normal_url
-from .engine import Engine
+from .engine import Cleanup, Engine
 from .env import EnvFactory
 from .episode import Prompt, Setting, run_trajectories
 from .errors import RolloutError, SetupError
 from .metrics import log_figures, mostly_cut
-from .options import RolloutOptions, check_names, check_positive, check_values
+from .options import RolloutOptions, check_positive, check_values
 from .sampling import Sampling
 from .tokens import ChatTokenizer
-from .tools import Tool, ToolEnv
 from .trajectory import StopReason, Trajectory, columns
 from .transcripts import write_transcripts
 from .weights import CheckpointSync
@@ -40,7 +39,16 @@ MAX_FAILED_IN_A_ROW = 8
 
 
 class Rollout:
-    """A `rollout_func`. Make one with `tool_rollout` or `env_rollout`, which say what the arguments mean."""
+    """A `rollout_func`. `ready_made` makes them, and says what the arguments mean.
+
+    Args:
+        env_factory: makes the environment of a trajectory.
+        max_turns: completions of one trajectory.
+        max_result_tokens: an observation that is longer is shown without its middle.
+        stop: strings that end a completion, besides `GRPOConfig`'s.
+        cleanups: coroutine functions for when the rollout is closed.
+        **options: see `RolloutOptions`.
+    """
 
     def __init__(
         self,
@@ -48,6 +56,8 @@ class Rollout:
         *,
         max_turns: int,
         max_result_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        cleanups: Sequence[Cleanup] = (),
         **options: Unpack[RolloutOptions],
     ) -> None:
         check_positive("max_turns", max_turns)
@@ -55,6 +65,8 @@ class Rollout:
         self._env_factory = env_factory
         self._max_turns = max_turns
         self._max_result_tokens = max_result_tokens
+        self._stop = tuple(stop)
+        self._cleanups = list(cleanups)
         base_url = options.get("base_url")
         urls = [base_url] if isinstance(base_url, str) else base_url
         self._base_urls = None if urls is None else [normal_url(url) for url in urls]
@@ -89,11 +101,12 @@ class Rollout:
     def _roll(self, prompts: Sequence[Prompt], trainer: Any) -> dict[str, list[Any]]:
         reading.refuse_conflicts(trainer)
         self._tokenizer = tokenizer = reading.chat_tokenizer(trainer, self._tokenizer)
-        sampling = Sampling.from_config(trainer.args).ending_at(tokenizer.eos_token_ids)
+        sampling = Sampling.from_config(trainer.args).ending_at(tokenizer.eos_token_ids).stopping_at(self._stop)
         for topic, warning in reading.warnings(trainer, sampling, self._trajectory_timeout_s).items():
             self._warn_once(topic, warning)
         if self._engine is None or self._engine.pid != os.getpid():  # a forked child has no thread of its own
             self._engine, self._client = Engine(), None
+            self._engine.cleanups[:] = self._cleanups
         base_urls = self._urls(trainer)
         client = self._connected(trainer, tokenizer, base_urls)
         self._sync_weights(trainer, base_urls)
@@ -155,7 +168,7 @@ class Rollout:
                 )
             )
             self._connected_to = base_urls
-            self._engine.cleanups[:] = [self._client.close]
+            self._engine.cleanups[:] = [self._client.close, *self._cleanups]
         return self._client
 
     def _sync_weights(self, trainer: Any, base_urls: list[str]) -> None:
@@ -220,70 +233,3 @@ class Rollout:
         if topic not in self._warned:
             self._warned.add(topic)
             logger.warning(message)
-
-
-def env_rollout(env_factory: EnvFactory, *, max_turns: int = 32, **options: Unpack[RolloutOptions]) -> Rollout:
-    """A `rollout_func` in which the model acts in an environment, one instance a trajectory.
-
-    Args:
-        env_factory: makes an environment (`Env`); a class without required arguments is one.
-        max_turns: completions of one trajectory.
-        **options: see `RolloutOptions`.
-
-    Example:
-        >>> trainer = GRPOTrainer(..., reward_funcs=env_reward, rollout_func=env_rollout(MyEnv))  # doctest: +SKIP
-    """
-    check_names(options, ["env_factory", "max_turns"])
-    if not callable(env_factory):
-        raise SetupError(f"env_factory must be callable without arguments, such as a class, not {env_factory!r}.")
-    return Rollout(env_factory, max_turns=max_turns, **options)
-
-
-def tool_rollout(
-    tools: Sequence[Callable[..., Any]],
-    *,
-    max_turns: int = 8,
-    tool_timeout_s: float = 60.0,
-    max_result_tokens: int | None = 2048,
-    stop_tools: Sequence[str] = (),
-    **options: Unpack[RolloutOptions],
-) -> Rollout:
-    """A `rollout_func` in which the model calls functions until it answers without a call.
-
-    With `max_turns=1` it is the single-step tool call: the calls of the one completion are run and handed to the
-    reward functions as `tool_calls`; nothing is fed back to the model.
-
-    Args:
-        tools: functions, sync or async, with type hints and a Google-style docstring, which become their schemas.
-        max_turns: completions of one trajectory.
-        tool_timeout_s: time limit of one call, in seconds. The calls of a turn run at the same time.
-        max_result_tokens: a longer result is shown without its middle; None shows it whole.
-        stop_tools: names of tools that end the trajectory once one of them has returned, such as `final_answer`.
-        **options: see `RolloutOptions`.
-
-    A row may offer some of the tools only: `with_task(dataset, ["tool_names"])`, with lists of names in that column.
-
-    Raises:
-        SetupError: there is no tool, two have one name, or one lacks hints or a docstring.
-
-    Example:
-        >>> trainer = GRPOTrainer(..., rollout_func=tool_rollout([multiply]))  # doctest: +SKIP
-    """
-    check_names(options, ["tools", "max_turns", "tool_timeout_s", "max_result_tokens", "stop_tools"])
-    if callable(tools):
-        raise SetupError("tools must be a list of functions: tool_rollout([...]).")
-    check_positive("tool_timeout_s", tool_timeout_s)
-    described = [Tool(function) for function in tools]
-    names = [tool.name for tool in described]
-    if not names or len(set(names)) < len(names):
-        raise SetupError(f"tool_rollout needs tools with different names, not {names}.")
-    if max_result_tokens is not None and (type(max_result_tokens) is not int or max_result_tokens < 1):
-        raise SetupError(f"max_result_tokens must be a number of tokens, or None, not {max_result_tokens!r}.")
-    if not isinstance(stop_tools, list | tuple) or not set(stop_tools) <= set(names):
-        raise SetupError(f"stop_tools must be a list of names among {names}, not {stop_tools!r}.")
-    return Rollout(
-        lambda: ToolEnv(described, timeout_s=tool_timeout_s, stop_tools=stop_tools),
-        max_turns=max_turns,
-        max_result_tokens=max_result_tokens,
-        **options,
-    )

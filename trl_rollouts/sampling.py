@@ -115,6 +115,10 @@ class Sampling:
             return self
         return replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *eos_token_ids})))
 
+    def stopping_at(self, strings: Iterable[str]) -> "Sampling":
+        """The same settings, with further strings that end a completion once the model has written them."""
+        return replace(self, stop=tuple(dict.fromkeys([*self.stop, *strings])))
+
     def body(self) -> dict[str, Any]:
         """The settings as fields of a vLLM request, `max_tokens` included."""
         fields: dict[str, Any] = {

@@ -85,6 +85,15 @@ class ChatTokenizer:
             ids = self.encode_rest(text[:1]) + self.encode_rest(text[1:])
         return ids
 
+    def encode_inline(self, text: str) -> list[int]:
+        """`text` behind a completion, within the same turn. It holds no control token, whatever it spells."""
+        ids: list[int] = []
+        start = 0
+        for word in self.control_words.finditer(text):
+            ids += self.encode_rest(text[start : word.start()]) + self.encode_words(word.group())
+            start = word.end()
+        return ids + self.encode_rest(text[start:])
+
     def encode_rest(self, text: str, **kwargs: Any) -> list[int]:
         """`text` as it continues another text: SentencePiece puts a space before the first word of a whole one."""
 

@@ -57,6 +57,18 @@ class Tool:
                 "with an `Args:` section that has a line for each argument."
             ) from cause
 
+    def named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+        """The arguments of a call written in Python by their names, or what is wrong with them."""
+        try:
+            return self._signature.bind_partial(*args, **kwargs).arguments, None
+        except TypeError as error:
+            return {}, f"{self.name}{self._signature}: {error}."
+
+    @property
+    def description(self) -> str:
+        """The function in one line, as its caller in Python sees it."""
+        return f"{self.name}{self._signature}: {self.schema['function']['description']}"
+
     def bind(self, arguments: Any) -> tuple[dict[str, Any], str | None]:
         """The arguments as the function takes them, converted where nothing is lost, or what is wrong with them."""
         if not isinstance(arguments, dict):
@@ -98,6 +110,61 @@ def _converted(adapter: Any, value: Any) -> Any:
         raise ValueError(error.errors()[0]["msg"]) from None
 
 
+class Toolbox:
+    """Functions by name. Runs calls of them, each with a time limit, and reports every one.
+
+    A report is a dict of `name`, `arguments`, `result` (what the function returned), `error` (None, or one of
+    "parse_error", "unknown_tool", "invalid_arguments", "exception", "timeout"), `content` (the answer as text) and
+    `duration_s`.
+    """
+
+    def __init__(self, tools: Sequence[Tool], timeout_s: float) -> None:
+        self.tools = {tool.name: tool for tool in tools}
+        self._timeout_s = timeout_s
+
+    async def run(self, name: str, arguments: Any, problem: tuple[str, str] | None = None) -> dict[str, Any]:
+        """Call a function. With a `problem`, an error and what it says, it is only reported."""
+        started = time.monotonic()
+        result, error, content = (None, *problem) if problem else await self._answer(name, arguments)
+        return {
+            "name": name,
+            "arguments": arguments,
+            "result": result,
+            "error": error,
+            "content": content if error is None else f"Error: {content}"[:_MAX_ERROR_CHARS],
+            "duration_s": time.monotonic() - started,
+        }
+
+    async def _answer(self, name: str, arguments: Any) -> tuple[Any, str | None, str]:
+        """The result, the kind of error, and the text for the model."""
+        tool = self.tools.get(name)
+        if tool is None:
+            return None, "unknown_tool", self._unknown(name)
+        bound, problem = tool.bind(arguments)
+        if problem is not None:
+            return None, "invalid_arguments", problem
+        task = asyncio.ensure_future(call(tool.function, **bound))
+        task.add_done_callback(_forget)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        finally:
+            task.cancel()  # and not waited for: a tool may catch the cancellation and go on
+        if not done:
+            return None, "timeout", f"{name} took longer than {self._timeout_s:g} seconds and was given up."
+        try:
+            result = task.result()
+            with exits_as_errors():  # it may run code of the result's
+                content = as_text(result)
+        except Exception as failure:
+            return None, "exception", _one_line(failure)
+        return result, None, content
+
+    def _unknown(self, name: str) -> str:
+        nearest = difflib.get_close_matches(name, self.tools, n=1)
+        guess = f" Did you mean {nearest[0]}?" if nearest else ""
+        return f"there is no tool {name[:100]!r}.{guess} The tools are: {', '.join(self.tools) or 'none'}."
+
+
 class ToolEnv:
     """Runs the model's calls until it answers without one.
 
@@ -106,13 +173,12 @@ class ToolEnv:
         timeout_s: time limit of each call, in seconds.
         stop_tools: names of tools that end the episode once one of them has returned.
 
-    Every call is reported in `info["tool_calls"]` as a dict of `name`, `arguments`, `result` (what the function
-    returned), `error` (None, or one of "parse_error", "unknown_tool", "invalid_arguments", "exception", "timeout",
-    "too_many_calls"), `content` (the answer, of which the model reads `max_result_tokens`) and `duration_s`.
+    Every call is reported in `info["tool_calls"]`, see `Toolbox`; the model reads `max_result_tokens` of its content.
+    A further error is "too_many_calls".
     """
 
     def __init__(self, tools: Sequence[Tool], *, timeout_s: float, stop_tools: Sequence[str] = ()) -> None:
-        self._tools = {tool.name: tool for tool in tools}
+        self._toolbox = Toolbox(tools, timeout_s)
         self._timeout_s = timeout_s
         self._stop_tools = frozenset(stop_tools)
         self.tools = [tool.schema for tool in tools]
@@ -121,14 +187,15 @@ class ToolEnv:
         task = prompt[-1].get("task") if prompt else None
         names = task.get("tool_names") if isinstance(task, dict) else None
         if names is not None:
-            if not isinstance(names, list) or (wrong := [name for name in names if name not in [*self._tools]]):
+            tools = self._toolbox.tools
+            if not isinstance(names, list) or (wrong := [name for name in names if name not in [*tools]]):
                 problem = f"knows no {wrong[0]!r:.100}" if isinstance(names, list) else "takes a list of names"
                 raise SetupError(
                     f"A row's task has tool_names={names!r:.200}. tool_rollout {problem}; it was given "
-                    f"{', '.join(self._tools)}."
+                    f"{', '.join(tools)}."
                 )
-            self._tools = {name: self._tools[name] for name in names}
-            self.tools = [tool.schema for tool in self._tools.values()]
+            self._toolbox = Toolbox([tools[name] for name in names], self._timeout_s)
+            self.tools = [tools[name].schema for name in names]
         return prompt
 
     async def step(self, action: Message) -> StepResult:
@@ -150,53 +217,13 @@ class ToolEnv:
         pass
 
     async def _run(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
-        started = time.monotonic()
-        name, arguments = item["function"]["name"], read_arguments(item["function"].get("arguments"))
-        if index < MAX_CALLS_PER_TURN:
-            result, error, content = await self._answer(name, arguments, item.get("error"))
-            content = content if error is None else content[:_MAX_ERROR_CHARS]
-        else:
-            result, error = None, "too_many_calls"
-            content = f"Error: only the first {MAX_CALLS_PER_TURN} calls of a turn are run."
-        return {
-            "name": name,
-            "arguments": arguments,
-            "result": result,
-            "error": error,
-            "content": content,
-            "duration_s": time.monotonic() - started,
-        }
-
-    async def _answer(self, name: str, arguments: Any, unreadable: str | None) -> tuple[Any, str | None, str]:
-        """The result, the kind of error, and the text for the model."""
-        if unreadable is not None:
-            return None, "parse_error", f"Error: {unreadable}"
-        tool = self._tools.get(name)
-        if tool is None:
-            return None, "unknown_tool", f"Error: {self._unknown(name)}"
-        bound, problem = tool.bind(arguments)
-        if problem is not None:
-            return None, "invalid_arguments", f"Error: {problem}"
-        task = asyncio.ensure_future(call(tool.function, **bound))
-        task.add_done_callback(_forget)
-        try:
-            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
-        finally:
-            task.cancel()  # and not waited for: a tool may catch the cancellation and go on
-        if not done:
-            return None, "timeout", f"Error: {name} took longer than {self._timeout_s:g} seconds and was given up."
-        try:
-            result = task.result()
-            with exits_as_errors():  # it may run code of the result's
-                content = as_text(result)
-        except Exception as failure:
-            return None, "exception", f"Error: {_one_line(failure)}"
-        return result, None, content
-
-    def _unknown(self, name: str) -> str:
-        nearest = difflib.get_close_matches(name, self._tools, n=1)
-        guess = f" Did you mean {nearest[0]}?" if nearest else ""
-        return f"there is no tool {name[:100]!r}.{guess} The tools are: {', '.join(self._tools) or 'none'}."
+        problem = None
+        if index >= MAX_CALLS_PER_TURN:
+            problem = "too_many_calls", f"only the first {MAX_CALLS_PER_TURN} calls of a turn are run."
+        elif item.get("error") is not None:
+            problem = "parse_error", item["error"]
+        arguments = read_arguments(item["function"].get("arguments"))
+        return await self._toolbox.run(item["function"]["name"], arguments, problem)
 
 
 _MAX_ERROR_CHARS = 500

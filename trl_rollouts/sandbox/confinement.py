@@ -66,7 +66,7 @@ def confine(layers: Layers, *, folder: str, uid: int | None, parent: int) -> Non
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     os.chdir(folder)
     if layers.has_limits:
-        _limit(layers)
+        limit(layers)
     if layers.ruleset is not None or layers.program is not None:
         seccomp.no_new_privileges()
     if layers.ruleset is not None:
@@ -75,7 +75,8 @@ def confine(layers: Layers, *, folder: str, uid: int | None, parent: int) -> Non
         seccomp.load(layers.program)
 
 
-def _limit(layers: Layers) -> None:
+def limit(layers: Layers) -> None:
+    """Bound what this process may use, for good."""
     with open("/proc/self/statm") as file:
         pages = file.read().split()
     size, data = (int(pages[index]) * resource.getpagesize() for index in (0, 5))

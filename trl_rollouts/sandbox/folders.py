@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import time
 from contextlib import suppress
 
 
@@ -28,12 +29,18 @@ def usage(folder: str, *, max_entries: int) -> tuple[int, int]:
 
 
 def remove(folder: str) -> None:
-    """Remove `folder` and all below it, once nothing writes there any more. Follows no link, at any depth.
+    """Remove `folder` and all below it, where it exists. Follows no link, at any depth.
 
-    A folder in it is moved up beside it first, so that no path becomes too long and nothing recurses.
+    A folder in it is moved up beside it first, so that no path becomes too long and nothing recurses. A process that
+    is being killed may still write a last file.
+
+    Raises:
+        OSError: it could not be removed, or is still written to.
     """
-    numbers = itertools.count()
-    pending = [folder]
+    if os.path.islink(folder):
+        os.unlink(folder)
+    numbers, patience = itertools.count(), 100
+    pending = [folder] if os.path.exists(folder) else []
     while pending:
         current = pending.pop()
         os.chmod(current, 0o700)
@@ -46,4 +53,10 @@ def remove(folder: str) -> None:
                     pending.append(moved)
                 else:
                     os.unlink(entry.path)
-        os.rmdir(current)
+        try:
+            os.rmdir(current)
+        except OSError:
+            if (patience := patience - 1) < 0:
+                raise
+            time.sleep(0.01)
+            pending.append(current)

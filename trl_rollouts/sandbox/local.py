@@ -8,6 +8,7 @@ measured for this package, see docs/security.md.
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 _FIRST_UID, _NUM_UIDS = 60_000, 4_000
 _WANTED_DESCRIPTORS = 65_536
+_uids_in_use = set[int | None]()
+"""By the sessions of all executors of this process."""
+_choosing_uid = threading.Lock()
 
 _BOOT = "import sys; sys.path.append({root!r}); from trl_rollouts.sandbox.zygote import main; main()"
 
@@ -116,7 +120,7 @@ class LocalExecutor:
     async def open(self, functions: Sequence[str] = (), call: HostCall | None = None) -> Session:
         """A new session, in a few milliseconds; the first one waits for the modules' import. See `Executor`."""
         server = self._server
-        if server is None or not server.is_alive:
+        if server is None or not server.is_alive or self.isolation is None:
             server = await asyncio.to_thread(self._started)
             if self.isolation is None:
                 await self._find_out(server)
@@ -183,7 +187,7 @@ class _ForkServer:
         self.canary = os.path.join(self._base, "canary")
         Path(self.canary).write_text("what a session must not read")
         self._log = os.path.join(self._base, "log")
-        self._numbers, self._uids = iter(range(1 << 62)), set[int]()
+        self._numbers = itertools.count()
         self._first_uid = _FIRST_UID + os.getpid() * 61 % (_NUM_UIDS // 2)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config = {
@@ -246,12 +250,16 @@ class _ForkServer:
 
     async def open(self, functions: Sequence[str], call: HostCall | None) -> LocalSession:
         folder = os.path.join(self._base, f"session-{next(self._numbers)}")
-        os.mkdir(folder, 0o700)
         uid = self._free_uid() if self._own_uid else None
-        if uid is not None:
-            os.chown(folder, uid, uid)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        session = LocalSession(ours, folder, call, on_close=lambda: self._uids.discard(uid or 0))
+        try:
+            os.mkdir(folder, 0o700)
+            if uid is not None:
+                os.chown(folder, uid, uid)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # the disk is full, the descriptors are used up
+            _uids_in_use.discard(uid)
+            raise SessionError(f"A sandboxed session could not be prepared: {error}") from error
+        session = LocalSession(ours, folder, functions, call, on_close=lambda: _uids_in_use.discard(uid))
         try:
             request = json.dumps({"folder": folder, "uid": uid, "functions": list(functions)}).encode()
             with theirs:
@@ -274,10 +282,11 @@ class _ForkServer:
                 raise SessionError(f"The sandbox's fork server has ended ({error}): {self._last_words()}") from error
 
     def _free_uid(self) -> int:
-        for uid in range(self._first_uid, self._first_uid + _NUM_UIDS // 2):
-            if uid not in self._uids:
-                self._uids.add(uid)
-                return uid
+        with _choosing_uid:
+            for uid in range(self._first_uid, self._first_uid + _NUM_UIDS // 2):
+                if uid not in _uids_in_use:
+                    _uids_in_use.add(uid)
+                    return uid
         raise SessionError(f"More than {_NUM_UIDS // 2} sessions are open at a time.")
 
 

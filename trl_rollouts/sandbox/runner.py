@@ -112,8 +112,8 @@ class Runner:
         while True:
             with self._using_channel:
                 self._channel.sendall(encode(answer))
-                code = str(self._receive()["code"])
-            answer = self._run(code)
+                request = self._receive()
+            answer = {**self._run(str(request["code"])), "number": request["number"]}
 
     def _run(self, code: str) -> dict[str, Any]:
         self._num_snippets += 1
@@ -145,7 +145,7 @@ class Runner:
         except Interrupted:
             raise
         except SystemExit as exit_:
-            return {"status": "exit", "value": None, "error": f"SystemExit: {exit_.code!r:.200}"}
+            return {"status": "exit", "value": None, "error": f"SystemExit: {_safe_repr(exit_.code):.200}"}
         except BaseException as error:
             try:
                 described = _cut(_describe(error))
@@ -215,6 +215,13 @@ def _repr(value: Any) -> str:
     return text if isinstance(text, str) else object.__repr__(value)
 
 
+def _safe_repr(value: Any) -> str:
+    try:
+        return _repr(value)
+    except Exception:
+        return object.__repr__(value)
+
+
 def _cut(text: str) -> str:
     if len(text) <= MAX_OUTPUT_BYTES:
         return text
@@ -223,13 +230,13 @@ def _cut(text: str) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """The traceback from the snippet's first line on: what is above is this module's, and would teach nothing."""
+    """The traceback from the snippet's first line on. What is this module's would teach nothing."""
     described = traceback.TracebackException.from_exception(error, compact=True)
     inner: traceback.TracebackException | None = described
     while inner is not None:
         frames = list(inner.stack)
         first = next((index for index, frame in enumerate(frames) if frame.filename.startswith("<snippet ")), None)
-        kept = frames[first:] if first is not None else []
+        kept = [frame for frame in frames[first:] if frame.filename != __file__] if first is not None else []
         if len(kept) > 2 * MAX_TRACEBACK_FRAMES and kept[0].lineno != kept[-1].lineno:
             kept = kept[:MAX_TRACEBACK_FRAMES] + kept[-MAX_TRACEBACK_FRAMES:]
         inner.stack = traceback.StackSummary.from_list(kept)

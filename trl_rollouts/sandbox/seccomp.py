@@ -6,6 +6,9 @@ What is not listed does not exist for it (ENOSYS, from which glibc falls back to
 - `_PRETENDED` succeed and do nothing: modes, owners and times of files, which Landlock does not govern and which
   shutil, zipfile and tempfile set in passing.
 - Files may not be emptied by `open(O_TRUNC)` for reading nor by `truncate`: Landlock before ABI 3 lets both through.
+- No room is reserved beyond a file's end: limits of file size do not see it (`fallocate` with a mode).
+- No process sends itself a signal, neither by a timer: SIGCONT would wake one that the host has stopped.
+- A pair of sockets is one of streams: those of datagrams can be sent to any socket whose path is known.
 - No process is started: `clone` makes threads only, and the newer `clone3`, whose flags no filter can see, is absent.
 
 Foreign system call tables (32-bit, x32) are killed. libseccomp compiles the list, by way of pyseccomp.
@@ -16,6 +19,7 @@ import errno
 import os
 import socket
 import termios
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -24,13 +28,13 @@ read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 close c
 fstatat64 statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getcwd chdir fchdir getdents getdents64
 lseek _llseek dup dup2 dup3 pipe pipe2 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait
 epoll_pwait epoll_pwait2 eventfd eventfd2 timerfd_create timerfd_settime timerfd_gettime mkdir mkdirat rmdir unlink
-unlinkat rename renameat renameat2 symlink symlinkat ftruncate fsync fdatasync sync_file_range flock fallocate
+unlinkat rename renameat renameat2 symlink symlinkat ftruncate fsync fdatasync sync_file_range flock
 copy_file_range sendfile umask fadvise64 readahead mmap mmap2 munmap mprotect mremap madvise brk msync mincore futex
 futex_waitv set_robust_list get_robust_list rseq set_tid_address arch_prctl sched_yield sched_getaffinity
 sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min getpid gettid getppid getuid geteuid
 getgid getegid getresuid getresgid getgroups getpgrp getpgid getsid getpriority uname sysinfo times getrusage getrlimit
 ugetrlimit clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time getitimer setitimer alarm
-timer_create timer_settime timer_gettime timer_getoverrun timer_delete pause rt_sigaction rt_sigprocmask rt_sigreturn
+pause rt_sigaction rt_sigprocmask rt_sigreturn
 sigreturn rt_sigsuspend rt_sigpending rt_sigtimedwait sigaltstack getrandom exit exit_group restart_syscall wait4
 waitid sendto recvfrom sendmsg recvmsg shutdown getsockopt setsockopt getsockname getpeername membarrier getcpu
 get_mempolicy
@@ -55,7 +59,7 @@ finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff sysl
 settimeofday clock_settime clock_adjtime adjtimex iopl ioperm modify_ldt personality vhangup name_to_handle_at
 open_by_handle_at fanotify_init fanotify_mark inotify_init inotify_init1 inotify_add_watch move_pages migrate_pages
 mbind set_mempolicy lookup_dcookie seccomp pkey_mprotect remap_file_pages signalfd signalfd4 vmsplice splice tee sync
-syncfs io_uring_setup io_uring_enter io_uring_register
+syncfs io_uring_setup io_uring_enter io_uring_register timer_create
 """.split()
 
 _FCNTL = [*range(8), 36, 37, 38, *range(1030, 1035)]  # no F_SETOWN, F_SETSIG, F_NOTIFY: they signal other processes
@@ -91,23 +95,30 @@ def compiled(*, allow_threads: bool) -> bytes:
     ):
         for name in names:
             add(action, name)
-    masked = pyseccomp.MASKED_EQ
-    for name, index in (("open", 1), ("openat", 2)):
-        for mask, value in ((os.O_ACCMODE, os.O_WRONLY), (os.O_ACCMODE, os.O_RDWR), (os.O_ACCMODE | os.O_TRUNC, 0)):
-            add(pyseccomp.ALLOW, name, pyseccomp.Arg(index, masked, mask, value))
-    if allow_threads:
-        add(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, masked, _CLONE_THREAD, _CLONE_THREAD))
-    add(pyseccomp.ALLOW, "socketpair", pyseccomp.Arg(0, pyseccomp.EQ, socket.AF_UNIX))
-    add(pyseccomp.ALLOW, "prlimit64", pyseccomp.Arg(0, pyseccomp.EQ, 0))
-    for name, index, values in (("fcntl", 1, _FCNTL), ("ioctl", 1, _IOCTL), ("prctl", 0, _PRCTL)):
-        for value in values:
-            add(pyseccomp.ALLOW, name, pyseccomp.Arg(index, pyseccomp.EQ, value))
+    _add_conditional(add, allow_threads)
 
     fd = os.memfd_create("seccomp", os.MFD_CLOEXEC)
     with os.fdopen(fd, "w+b") as file:
         rules.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+def _add_conditional(add: Callable[..., None], allow_threads: bool) -> None:
+    """The calls that are allowed with some arguments only. `add` takes an action, a name and conditions."""
+    from pyseccomp import ALLOW, EQ, MASKED_EQ, Arg
+
+    for name, index in (("open", 1), ("openat", 2)):
+        for mask, value in ((os.O_ACCMODE, os.O_WRONLY), (os.O_ACCMODE, os.O_RDWR), (os.O_ACCMODE | os.O_TRUNC, 0)):
+            add(ALLOW, name, Arg(index, MASKED_EQ, mask, value))
+    if allow_threads:
+        add(ALLOW, "clone", Arg(0, MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD))
+    add(ALLOW, "fallocate", Arg(1, EQ, 0))
+    add(ALLOW, "socketpair", Arg(0, EQ, socket.AF_UNIX), Arg(1, MASKED_EQ, 0xF, socket.SOCK_STREAM))
+    add(ALLOW, "prlimit64", Arg(0, EQ, 0))
+    for name, index, values in (("fcntl", 1, _FCNTL), ("ioctl", 1, _IOCTL), ("prctl", 0, _PRCTL)):
+        for value in values:
+            add(ALLOW, name, Arg(index, EQ, value))
 
 
 class _Program(ctypes.Structure):

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -40,17 +40,23 @@ class LocalSession:
     """One sandboxed process, once `wait_ready` has returned. Belongs to the event loop that opened it."""
 
     def __init__(
-        self, channel: socket.socket, folder: str, call: HostCall | None, on_close: Callable[[], None]
+        self,
+        channel: socket.socket,
+        folder: str,
+        functions: Collection[str],
+        call: HostCall | None,
+        on_close: Callable[[], None],
     ) -> None:
         channel.setblocking(False)
         self._channel = channel
         self._folder = folder
+        self._functions = frozenset(functions)
         self._call = call
         self._on_close = on_close
         self._decoder = Decoder()
         self._loop = asyncio.get_running_loop()
         self._pidfd = -1
-        self._num_entries = self._changed_at = 0
+        self._num_snippets = self._num_entries = self._changed_at = 0
         self._is_running = self._is_stopped = self._is_closed = False
         self.is_alive = True
 
@@ -65,7 +71,10 @@ class LocalSession:
         while not is_ready or self._pidfd < 0:
             if not await self._until_readable(deadline - self._loop.time()):
                 raise SessionError(f"A sandboxed process was not ready within {OPEN_TIMEOUT_S:g} s.")
-            data, fds, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
+            try:
+                data, fds, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
+            except ConnectionError:  # the fork server was killed with the request unread
+                data, fds = b"", []
             if fds:
                 self._pidfd = fds[0]
             if not data:
@@ -82,8 +91,12 @@ class LocalSession:
             return ExecResult(ExecStatus.DIED, error="The session had ended.")
         assert not self._is_running, "a session runs one snippet at a time"
         self._is_running = True
+        clock = _Clock(self._pidfd, timeout_s)
         try:
-            return await self._run(code, timeout_s)
+            return await self._run(code, clock)
+        except _OverrunError as reason:
+            self._kill()
+            return ExecResult(ExecStatus.KILLED, error=str(reason), duration_s=clock.elapsed_s())
         except WireError as error:
             self._kill()
             return ExecResult(ExecStatus.PROTOCOL, error=f"The process sent {error}, and was ended.")
@@ -116,26 +129,24 @@ class LocalSession:
                 await asyncio.to_thread(remove, self._folder)
             self._on_close()
 
-    async def _run(self, code: str, timeout_s: float) -> ExecResult:
+    async def _run(self, code: str, clock: "_Clock") -> ExecResult:
         self._refuse_leftovers()
-        clock = _Clock(self._pidfd, timeout_s)
+        self._num_snippets += 1
         self._resume()
-        await self._send({"code": code}, clock)
+        await self._send({"code": code, "number": self._num_snippets}, clock)
         while True:
             frame = await self._receive(clock)
-            if frame is None:
-                if reason := await self._overrun(clock):
-                    self._kill()
-                    return ExecResult(ExecStatus.KILLED, error=reason, duration_s=clock.elapsed_s())
-            elif "call" in frame:
-                self._stop()
+            self._stop()
+            if not self._decoder.is_empty:
+                raise WireError("something unasked")
+            if "call" in frame:
+                await self._look(clock)  # calls may follow one another too closely for `_receive` to do it
                 with clock.paused():
                     answer = await self._answer(frame)
                 self._resume()
                 await self._send(answer, clock)
             else:
-                self._stop()
-                result = _result(frame, clock)
+                result = _result(frame, self._num_snippets, clock)
                 if problem := await self._folder_problem():
                     self._kill()
                     return ExecResult(
@@ -143,22 +154,33 @@ class LocalSession:
                     )
                 return result
 
-    async def _overrun(self, clock: "_Clock") -> str | None:
-        """Interrupt the snippet once its time is over. Why the session must end, if it must."""
-        if clock.interrupted_at is not None:
-            if time.monotonic() < clock.interrupted_at + GRACE_S:
-                return None
-            return f"The time limit of {clock.timeout_s:g} s passed, and an interrupt did not stop the code."
+    async def _look(self, clock: "_Clock") -> None:
+        """Where it is time to: look at the clock and the folder. Interrupt the snippet once its time is over.
+
+        Raises:
+            _OverrunError: the session must end.
+        """
+        if clock.next_look_s() > 0.0:
+            return
+        clock.looked()
+        if clock.interrupted_at_s is not None:
+            if clock.elapsed_s() < clock.interrupted_at_s + GRACE_S:
+                return
+            raise _OverrunError(
+                f"The time limit of {clock.timeout_s:g} s passed, and an interrupt did not stop the code."
+            )
         if problem := await self._folder_problem():
-            return problem
+            raise _OverrunError(problem)
         if clock.is_over():
-            clock.interrupted_at = time.monotonic()
+            clock.interrupted_at_s = clock.elapsed_s()
             self._signal(signal.SIGINT)
-        return None
 
     async def _folder_problem(self) -> str | None:
         limit = MAX_FOLDER_ENTRIES
-        changed_at = os.stat(self._folder).st_mtime_ns
+        try:
+            changed_at = os.stat(self._folder, follow_symlinks=False).st_mtime_ns
+        except FileNotFoundError:  # where no Landlock holds it
+            return "The code removed its folder."
         if self._num_entries == 0 and changed_at == self._changed_at:
             return None
         self._changed_at = changed_at
@@ -177,7 +199,7 @@ class LocalSession:
         name, args, kwargs = frame["call"], frame.get("args"), frame.get("kwargs")
         if not isinstance(name, str) or not isinstance(args, list) or not isinstance(kwargs, dict):
             raise WireError("a call that is none")
-        if self._call is None:
+        if self._call is None or name not in self._functions:
             raise WireError("a call of a function that it was not given")
         try:
             result = await self._call(*_clean([name, args, kwargs]))
@@ -201,20 +223,18 @@ class LocalSession:
         while rest:
             try:
                 rest = rest[self._channel.send(rest) :]
-            except BlockingIOError:
-                if clock.elapsed_s() > clock.timeout_s + OPEN_TIMEOUT_S:
-                    raise WireError("nothing, and read nothing") from None
+            except BlockingIOError:  # it reads slowly, or never
+                await self._look(clock)
                 await asyncio.sleep(0.001)
 
-    async def _receive(self, clock: "_Clock") -> dict[str, Any] | None:
-        """The next frame; None when it is time to look at the clock and the folder."""
+    async def _receive(self, clock: "_Clock") -> dict[str, Any]:
         while (frame := self._decoder.next()) is None:
-            if not await self._until_readable(clock.next_look_s()):
-                return None
-            piece = self._channel.recv(1 << 16)
-            if not piece:
-                raise EOFError
-            self._decoder.feed(piece)
+            await self._look(clock)
+            if await self._until_readable(clock.next_look_s()):
+                piece = self._channel.recv(1 << 16)
+                if not piece:
+                    raise EOFError
+                self._decoder.feed(piece)
         return frame
 
     async def _until_readable(self, timeout_s: float, fd: int | None = None) -> bool:
@@ -254,15 +274,21 @@ class LocalSession:
                 signal.pidfd_send_signal(self._pidfd, number)
 
 
+class _OverrunError(Exception):
+    """The session must end: its snippet is beyond a limit."""
+
+
 class _Clock:
     """A snippet's own time: the wall's, less what it waited for a processor and for the host's functions."""
 
     def __init__(self, pidfd: int, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.interrupted_at: float | None = None
+        self.interrupted_at_s: float | None = None
+        """In the snippet's time."""
         self._pidfd = pidfd
         self._pid: int | None = None
         self._started_at = time.monotonic()
+        self._look_at = self._started_at + min(WATCH_S, timeout_s)
         self._paused_s = 0.0
         self._waited_s = self._cpu_s = 0.0
         """As the kernel counted them at the first look."""
@@ -271,8 +297,12 @@ class _Clock:
         return time.monotonic() - self._started_at - self._paused_s
 
     def next_look_s(self) -> float:
+        """Seconds until somebody must look at what the snippet does; 0 where that is due."""
+        return max(0.0, self._look_at - time.monotonic())
+
+    def looked(self) -> None:
         rest = self.timeout_s - self.elapsed_s()
-        return min(WATCH_S, rest) if rest > 0.001 else WATCH_S / 5
+        self._look_at = time.monotonic() + (min(WATCH_S, rest) if rest > 0.001 else WATCH_S / 5)
 
     def is_over(self) -> bool:
         """Whether the time limit has passed. With threads, the processor time of them all has a limit, too."""
@@ -314,12 +344,14 @@ def _scheduled(pid: int) -> tuple[float, float]:
     return waited_s, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _result(frame: dict[str, Any], clock: _Clock) -> ExecResult:
+def _result(frame: dict[str, Any], number: int, clock: _Clock) -> ExecResult:
     status, stdout, stderr = frame.get("status"), frame.get("stdout"), frame.get("stderr")
     value, error = frame.get("value"), frame.get("error")
+    if frame.get("number") != number:  # the true answer to a snippet that had forged one
+        raise WireError("an answer to another snippet")
     if (
-        status not in _STATUSES
-        or (status == ExecStatus.TIMEOUT and clock.interrupted_at is None)
+        not (isinstance(status, str) and status in _STATUSES)
+        or (status == ExecStatus.TIMEOUT and clock.interrupted_at_s is None)
         or not (isinstance(stdout, str) and isinstance(stderr, str))
         or not (isinstance(value, str | None) and isinstance(error, str | None))
     ):

@@ -8,6 +8,7 @@ sessions end with it.
 Single-threaded: what forks must be.
 """
 
+import dataclasses
 import gc
 import importlib
 import json
@@ -18,13 +19,14 @@ import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from . import landlock, seccomp
-from .confinement import MAX_THREADS, Layers, confine, num_tasks_of_user, prefer_to_be_killed
+from .confinement import MAX_THREADS, Layers, confine, limit, num_tasks_of_user, prefer_to_be_killed
 from .folders import remove
 from .runner import Runner, prepare
 from .wire import encode
@@ -63,7 +65,8 @@ def main() -> NoReturn:
     except Exception as error:
         control.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
         raise
-    control.send(json.dumps(report).encode())
+    with suppress(OSError):  # the host has gone meanwhile: `_serve` finds the socket closed
+        control.send(json.dumps(report).encode())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     gc.collect()
     gc.freeze()  # a collection in a session would copy every page that it looks at
@@ -86,7 +89,7 @@ def _is_inside(path: str, folder: str) -> bool:
 def _layers(config: Config, readable: list[str]) -> tuple[Layers, dict[str, Any]]:
     """What sessions are confined with here, and what there is to say about it."""
     missing: dict[str, str] = {}
-    own_uid = os.geteuid() == 0 and _in_child(lambda: _can_be(config.first_uid, readable))
+    own_uid = os.geteuid() == 0 and bool(_in_child(lambda: _can_be(config.first_uid, readable)))
     shares_root = os.geteuid() == 0 and not own_uid
     ruleset = program = None
     abi = landlock.abi_version()
@@ -103,7 +106,14 @@ def _layers(config: Config, readable: list[str]) -> tuple[Layers, dict[str, Any]
         program=program,
         has_limits=True,
         max_memory_bytes=config.max_memory_bytes,
-        max_tasks=MAX_THREADS if own_uid else _in_child(num_tasks_of_user) + 8 * MAX_THREADS,
+        max_tasks=MAX_THREADS if own_uid else int(_in_child(num_tasks_of_user) or 0) + 8 * MAX_THREADS,
+    )
+    missing |= _refused(layers, config.base)
+    layers = dataclasses.replace(
+        layers,
+        ruleset=None if "landlock" in missing else ruleset,
+        program=None if "seccomp" in missing else program,
+        has_limits="limits" not in missing,
     )
     return layers, {
         "landlock_abi": abi,
@@ -114,30 +124,55 @@ def _layers(config: Config, readable: list[str]) -> tuple[Layers, dict[str, Any]
     }
 
 
-def _can_be(uid: int, readable: list[str]) -> int:
-    """Whether that user could read the libraries: Python may be installed under /root."""
+def _refused(layers: Layers, folder: str) -> dict[str, str]:
+    """The layers that the kernel, or a container's own filter, does not let a process install, with the reason."""
+    installs: dict[str, Callable[[], None]] = {"limits": lambda: limit(layers)}
+    if layers.ruleset is not None:
+        installs["landlock"] = partial(layers.ruleset.restrict_self, folder)
+    if layers.program is not None:
+        installs["seccomp"] = partial(seccomp.load, layers.program)
+
+    def attempt(install: Callable[[], None]) -> str:
+        try:
+            seccomp.no_new_privileges()
+            install()
+        except (OSError, ValueError) as error:
+            return str(error)
+        return "installed"
+
+    answers = {name: _in_child(partial(attempt, install)) for name, install in installs.items()}
+    return {
+        name: f"it cannot be installed here ({answer or 'the process that tried to died'})"
+        for name, answer in answers.items()
+        if answer != "installed"
+    }
+
+
+def _can_be(uid: int, readable: list[str]) -> str:
+    """Whether that user could read the libraries, empty if not: Python may be installed under /root."""
     try:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     except OSError:
-        return 0
-    return int(all(os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)) for path in readable))
+        return ""
+    can_read = all(os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)) for path in readable)
+    return "yes" if can_read else ""
 
 
-def _in_child(function: Any) -> int:
-    """The function's number, found in a process of its own since it cannot be undone."""
+def _in_child(function: Callable[[], object]) -> str:
+    """What the function returns, found in a process of its own since it cannot be undone. Empty if that died."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            os.write(writing, str(int(function())).encode())
+            os.write(writing, str(function()).encode())
         finally:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         answer = pipe.read()
     os.waitpid(pid, 0)
-    return int(answer or 0)
+    return answer.decode(errors="replace")
 
 
 def _serve(control: socket.socket, layers: Layers, base: str) -> NoReturn:
@@ -150,7 +185,7 @@ def _serve(control: socket.socket, layers: Layers, base: str) -> NoReturn:
         channel = socket.socket(fileno=fds[0])
         try:
             _open(channel, json.loads(message), layers)
-        except OSError as error:  # no process, no descriptor
+        except Exception as error:  # no process, no descriptor
             _tell(channel, {"failed": f"{type(error).__name__}: {error}"})
         channel.close()
 

@@ -1,0 +1,311 @@
+"""Code that the model writes, from its completion to the row: in a real sandbox, with scripted completions."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from trl_rollouts import LocalExecutor, SetupError, code_rollout
+from trl_rollouts.code import FORMATS, INSTRUCTIONS, shown_result
+from trl_rollouts.rollout import Rollout
+from trl_rollouts.sandbox import ExecResult, ExecStatus
+from trl_rollouts.testing import Reply, ScriptedClient, byte_tokenizer, fake_trainer
+
+TOKENIZER = byte_tokenizer()
+QUESTION = [{"role": "user", "content": "6 times 7?"}]
+
+Roll = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[LocalExecutor]:
+    shared = LocalExecutor(modules=[])
+    yield shared
+    import asyncio
+
+    asyncio.run(shared.close())
+
+
+@pytest.fixture
+def roll(executor: LocalExecutor) -> Iterator[Roll]:
+    rollouts: list[Rollout] = []
+
+    def run(
+        replies: list[Any],
+        *,
+        prompt: Any = QUESTION,
+        config: dict[str, Any] | None = None,
+        tokenizer: Any = TOKENIZER,
+        **options: Any,
+    ) -> Any:
+        client = ScriptedClient(replies, tokenizer=tokenizer, max_model_len=None)
+        rollouts.append(code_rollout(executor, client=client, **options))
+        batch = rollouts[-1]([prompt], fake_trainer(tokenizer, **{"max_completion_length": 4000} | (config or {})))
+        return {name: column[0] for name, column in batch.items()} | {"client": client}
+
+    yield run
+    for rollout in rollouts:
+        rollout.close()
+
+
+def contents(row: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in row["transcript"]]
+
+
+def test_a_result_is_shown_and_the_model_goes_on_until_it_answers_without_code(roll: Roll) -> None:
+    row = roll(["<code>6 * 7</code>", "It is 42."])
+    assert contents(row)[2:] == ["<code>6 * 7</code>", "<result>\n42\n</result>", "It is 42."]
+    assert (row["stop_reason"], row["num_turns"]) == ("terminated", 2)
+
+
+def test_variables_stay_from_block_to_block(roll: Roll) -> None:
+    assert contents(roll(["<code>x = 40</code>", "<code>x + 2</code>", "."]))[5] == "<result>\n42\n</result>"
+
+
+def test_a_completion_stops_behind_the_code(roll: Roll) -> None:
+    assert roll(["."])["client"].calls[0][1].stop == ("</code>",)
+
+
+def test_a_users_own_stop_strings_are_kept(roll: Roll) -> None:
+    row = roll(["."], config={"generation_kwargs": {"stop": ["###"]}})
+    assert row["client"].calls[0][1].stop == ("###", "</code>")
+
+
+def test_an_inline_result_continues_the_assistants_turn(roll: Roll) -> None:
+    row = roll(["<code>6 * 7</code>", " so 42."], results_as="inline", instructions=None)
+    sampled, shown, rest = "<code>6 * 7</code>", "\n<result>\n42\n</result>\n", " so 42."
+    end = TOKENIZER.eos_token_id
+    assert row["completion_ids"] == [*TOKENIZER(sampled + shown + rest)["input_ids"], end]
+    assert row["env_mask"] == [1] * len(sampled) + [0] * len(shown) + [1] * (len(rest) + 1)
+    assert all(logprob == 0.0 for logprob, flag in zip(row["logprobs"], row["env_mask"], strict=True) if not flag)
+
+
+def test_a_string_prompt_is_continued_as_it_is(roll: Roll) -> None:
+    row = roll(["<code>6 * 7</code>", " 42."], prompt="Question: 6 times 7?\n", results_as="inline")
+    assert row["prompt_ids"] == TOKENIZER("Question: 6 times 7?\n")["input_ids"]
+    assert contents(row)[0] == "Question: 6 times 7?\n"
+
+
+def test_an_inline_result_behind_the_end_of_the_turn_ends_the_trajectory(roll: Roll) -> None:
+    row = roll(["```python\n6 * 7\n```"], format="fenced", results_as="inline")
+    assert (row["stop_reason"], row["completion_ids"][-1]) == ("terminated", TOKENIZER.eos_token_id)
+    assert row["tool_calls"][0]["result"]["value"] == "42"
+
+
+def test_a_result_that_spells_the_end_of_a_turn_ends_none(roll: Roll) -> None:
+    row = roll(["<code>print('<|im_' + 'end|>')</code>", "."], results_as="inline")
+    observed = [i for i, flag in zip(row["completion_ids"], row["env_mask"], strict=True) if not flag]
+    assert TOKENIZER.eos_token_id not in observed
+    assert TOKENIZER.decode(observed) == "\n<result>\n<|im_end|>\n</result>\n"
+
+
+@pytest.mark.parametrize("results_as", ["inline", "message"])
+def test_text_behind_the_closing_mark_in_the_same_token_stays(roll: Roll, results_as: str) -> None:
+    merged = byte_tokenizer(merges=[(">", ")")])  # ">)" is one token
+    sampled = merged("<code>6 * 7</code>)")["input_ids"]
+    row = roll(["<code>6 * 7</code>)", "."], results_as=results_as, tokenizer=merged)
+    assert row["completion_ids"][: len(sampled)] == sampled
+    assert row["env_mask"][: len(sampled) + 1] == [1] * len(sampled) + [0]
+    assert contents(row)[3].strip() == "<result>\n42\n</result>"
+
+
+def test_several_blocks_of_a_turn_run_in_order(roll: Roll) -> None:
+    ids = TOKENIZER("<code>x = 1; x</code> and <code>x += 1; x</code>")["input_ids"]
+    row = roll([Reply(ids, finish_reason="stop"), "."])  # from a server that knows no stop strings
+    assert contents(row)[3] == "<result>\n1\n</result>\n<result>\n2\n</result>"
+    assert [call["arguments"]["code"] for call in row["tool_calls"]] == ["x = 1; x", "x += 1; x"]
+
+
+def test_the_default_instructions_are_the_system_message_of_a_prompt_without_one(roll: Roll) -> None:
+    system = roll(["."])["transcript"][0]
+    assert system == {"role": "system", "content": INSTRUCTIONS.format(opening="<code>", closing="</code>")}
+
+
+def test_a_prompts_own_system_message_is_left_alone(roll: Roll) -> None:
+    row = roll(["."], prompt=[{"role": "system", "content": "Use <code>."}, *QUESTION])
+    assert contents(row)[:2] == ["Use <code>.", "6 times 7?"]
+
+
+def retrieve(query: str, top: int = 1) -> list[str]:
+    """Search the library.
+
+    Args:
+        query: What to look for.
+        top: How many to find.
+    """
+    if query == "nothing":
+        raise LookupError("the library is closed")
+    return [query.upper()] * top
+
+
+def test_functions_are_listed_in_the_instructions(roll: Roll) -> None:
+    system = contents(roll(["."], tools=[retrieve]))[0]
+    assert system.endswith("- retrieve(query: str, top: int = 1) -> list[str]: Search the library.")
+
+
+def test_code_calls_functions_of_the_host(roll: Roll) -> None:
+    row = roll(["<code>retrieve('a', top=2)</code>", "."], tools=[retrieve])
+    assert contents(row)[3] == "<result>\n['A', 'A']\n</result>"
+    assert [(call["name"], call["arguments"], call["error"]) for call in row["tool_calls"]] == [
+        ("python", {"code": "retrieve('a', top=2)"}, None),
+        ("retrieve", {"query": "a", "top": 2}, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        ("retrieve('nothing')", "exception", "LookupError: the library is closed"),
+        ("retrieve()", "invalid_arguments", "retrieve needs the argument query."),
+        ("retrieve(1, 2, 3)", "invalid_arguments", "too many positional arguments"),
+        ("retrieve('a', top='many')", "invalid_arguments", "argument top="),
+    ],
+)
+def test_a_functions_failure_is_an_exception_in_the_code(roll: Roll, code: str, kind: str, words: str) -> None:
+    row = roll([f"<code>{code}</code>", "."], tools=[retrieve])
+    assert words in contents(row)[3]
+    assert [call["error"] for call in row["tool_calls"]] == ["exception", kind]
+
+
+def test_a_function_that_hangs_is_given_up_and_does_not_use_up_the_blocks_time(roll: Roll) -> None:
+    import asyncio
+
+    async def wait() -> str:
+        """Wait."""
+        await asyncio.sleep(60)
+        return ""
+
+    row = roll(["<code>wait()</code>", "<code>1</code>", "."], tools=[wait], timeout_s=0.2, tool_timeout_s=0.5)
+    assert "wait took longer than 0.5 seconds" in contents(row)[3]
+    assert contents(row)[5] == "<result>\n1\n</result>"
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "words"),
+    [
+        ("1 +", "exception", "SyntaxError: invalid syntax"),
+        ("def f():\n    return 1 / 0\nf()", "exception", "line 2, in f\n    return 1 / 0"),
+        ("import sys; sys.exit(3)", None, "SystemExit: 3"),
+        ("while True: pass", "timeout", "Variables and files are kept."),
+        ("import os; os._exit(0)", "died", "All variables and files are lost."),
+        ("open('/etc/passwd')", "exception", "PermissionError"),
+        ("import socket; socket.socket()", "exception", "PermissionError"),
+        ("x = lambda: 1", None, "(no output)"),
+    ],
+)
+def test_what_goes_wrong_is_told_and_the_next_block_runs(roll: Roll, code: str, error: str | None, words: str) -> None:
+    row = roll([f"<code>{code}</code>", "<code>40 + 2</code>", "."], timeout_s=0.5)
+    assert words in contents(row)[3]
+    assert row["tool_calls"][0]["error"] == error
+    assert contents(row)[5] == "<result>\n42\n</result>"
+    assert row["rollout_error"] is None
+
+
+@pytest.mark.parametrize("text", ["<code>6 * 7", "6 * 7</code>"])
+def test_half_a_block_is_answered(roll: Roll, text: str) -> None:
+    row = roll([text, "."])
+    assert contents(row)[3] == (
+        "<result>\nError: the code is not between <code> and </code>, so it was not run.\n</result>"
+    )
+    assert row["tool_calls"][0]["error"] == "parse_error"
+
+
+def test_a_long_result_is_shown_without_its_middle(roll: Roll) -> None:
+    row = roll(["<code>print('a' * 5000 + 'z')</code>", "."], max_result_tokens=100)
+    shown = contents(row)[3]
+    assert shown.startswith("<result>\naaa")
+    assert "characters left out" in shown
+    assert shown.endswith("aaaz\n</result>")
+    assert len(shown) < 200
+
+
+def test_code_in_thoughts_is_run_since_generation_stopped_there(roll: Roll) -> None:
+    row = roll(["<think>Let me see. <code>6 * 7</code>", "."])
+    assert contents(row)[3] == "<result>\n42\n</result>"
+
+
+def test_trajectories_have_sessions_of_their_own(executor: LocalExecutor) -> None:
+    client = ScriptedClient(
+        lambda ids: (
+            "." if TOKENIZER.decode(ids).count("<result>") == 2 else "<code>n = globals().get('n', 0) + 1; n</code>"
+        ),
+        tokenizer=TOKENIZER,
+        max_model_len=None,
+    )
+    rollout = code_rollout(executor, client=client, instructions=None)
+    batch = rollout([QUESTION] * 16, fake_trainer(TOKENIZER, max_completion_length=4000))
+    rollout.close()
+    for messages in batch["transcript"]:
+        assert [m["content"] for m in messages if "result" in m["content"]] == [
+            "<result>\n1\n</result>",
+            "<result>\n2\n</result>",
+        ]
+
+
+def test_the_default_executor_is_closed_with_the_rollout() -> None:
+    client = ScriptedClient(["<code>1</code>", "."], tokenizer=TOKENIZER, max_model_len=None)
+    rollout = code_rollout(client=client)
+    batch = rollout([QUESTION], fake_trainer(TOKENIZER, max_completion_length=4000))
+    assert batch["stop_reason"] == ["terminated"]
+    rollout.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("<code>a</code>", ["a"]),
+        ("<code>a</code><code>b</code>", ["a", "b"]),
+        ("I use <code> tags. <code>a</code>", ["a"]),
+        ("<code></code>", [""]),
+        ("<code>a < b > c</code></code>", ["a < b > c"]),
+        ("no code", []),
+    ],
+)
+def test_tags_enclose_code(text: str, blocks: list[str]) -> None:
+    assert FORMATS["tags"].blocks(text) == blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("```python\na\n```", ["a\n"]),
+        ("x\n```py\na\n```\n", ["a\n"]),
+        ("```python\na\n```\nand\n```Python\nb\n```\n", ["a\n", "b\n"]),
+        ("```json\n{}\n```\n```python\na\n```\n", ["a\n"]),
+        ("```\nplain\n```\n```python\na\n```\n", ["a\n"]),
+        ("say ```python``` inline", []),
+        ("```python\nprint('```')\n```\n", ["print('```')\n"]),
+    ],
+)
+def test_fences_enclose_code(text: str, blocks: list[str]) -> None:
+    assert FORMATS["fenced"].blocks(text) == blocks
+
+
+def test_a_fence_left_open_is_a_problem_and_one_of_another_language_is_none() -> None:
+    assert FORMATS["fenced"].problem("```python\na\n") is not None
+    assert FORMATS["fenced"].problem("```json\n{}\n```") is None
+
+
+def test_a_shown_result_has_output_then_value_then_stderrs_end_then_error() -> None:
+    stderr = "".join(f"line {n}\n" for n in range(12))
+    result = ExecResult(ExecStatus.ERROR, stdout="out\n", stderr=stderr, value="1", error="ValueError")
+    assert shown_result(result).splitlines() == ["out", "1", *(f"line {n}" for n in range(2, 12)), "ValueError"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"format": "xml"}, 'format must be "tags" or "fenced"'),
+        ({"results_as": "text"}, 'results_as "inline" or "message"'),
+        ({"timeout_s": 0}, "timeout_s must be a positive number"),
+        ({"tools": retrieve}, "tools must be a list of functions"),
+        ({"tools": [lambda: 1]}, "The tool <lambda>"),
+        ({"executor": "docker"}, "executor must be an Executor"),
+        ({"max_result_tokens": 0}, "max_result_tokens must be a number of tokens"),
+        ({"temperature": 0.5}, "set GRPOConfig.temperature"),
+        ({"timeout": 3}, "Did you mean timeout_s?"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        code_rollout(**options)
