@@ -55,6 +55,7 @@ format: $(SETUP) ## mend what `check` finds in lint and format
 	$(BIN)/ruff format .
 
 bench: setup $(FAMILIES) ## each benchmark prints one JSON line
+	@$(PIP) install -qq -c requirements-lab.txt -e '.[bench]'
 	@for benchmark in benchmarks/[!_]*.py; do PYTHONPATH=tests $(BIN)/python "$$benchmark"; done
 
 clean: ## remove what the other targets made

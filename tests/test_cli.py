@@ -246,3 +246,16 @@ def test_a_real_vllm_starts_and_leaves_no_process_behind_after_ctrl_c(smollm2: P
     assert running(pids) == []
     groups = [os.getpgid(pid) for pid in psutil.pids() if psutil.pid_exists(pid)]
     assert pids[0] not in groups
+
+
+def test_doctor_says_what_confines_code_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "code execution: confined by limits, landlock, seccomp, as " in said
+    assert "trl 1." in said
+
+
+def test_doctor_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--fast"])
+    assert "unrecognized arguments: --fast" in capsys.readouterr().err

@@ -21,7 +21,7 @@ LAYERS = [
     {"tools", "weights", "episode", "trainer"},
     {"code"},
     {"options", "rollout"},
-    {"ready_made"},
+    {"ready_made", "doctor"},
     {"__init__", "cli", "testing"},
 ]
 

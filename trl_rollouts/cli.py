@@ -1,12 +1,15 @@
 """The command `trl-rollouts`.
 
     trl-rollouts serve MODEL [--host 127.0.0.1] [--port 8000] [--timeout-s 600] [vLLM's own arguments ...]
+    trl-rollouts doctor
 
 `serve` starts vLLM's OpenAI server with what GRPO needs of it, says when it is ready, and ends all of its processes
-when it is itself ended. Whatever it does not know is passed on to vLLM untouched.
+when it is itself ended. Whatever it does not know is passed on to vLLM untouched. `doctor` says which versions are
+installed and what confines model-written code on this machine.
 
-Exit codes: 2 where nothing was started (a sentence says why), 1 where the server failed, 128 plus the signal's number
-after Ctrl-C, SIGTERM or SIGHUP. Importing this module imports neither torch nor trl nor vllm.
+Exit codes: 2 where nothing was started (a sentence says why), 1 where the server failed or `doctor` found something
+missing, 128 plus the signal's number after Ctrl-C, SIGTERM or SIGHUP. Importing this module imports neither torch nor
+trl nor vllm.
 """
 
 import argparse
@@ -35,7 +38,16 @@ _INSTALL_VLLM = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    args, passed_on = _parser().parse_known_args(argv)
+    parser = _parser()
+    args, passed_on = parser.parse_known_args(argv)
+    if args.command == "doctor":
+        if passed_on:
+            parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
+        from .doctor import examine  # which needs Linux; the rest does not
+
+        lines, is_well = examine()
+        _say("\n".join(lines))
+        return 0 if is_well else 1
     try:
         # argparse takes the first word that is no option's for MODEL, and knows none of vLLM's options.
         if passed_on and argv.index(passed_on[0]) < argv.index(args.model):
@@ -64,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     serve_parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     serve_parser.add_argument("--port", type=int, default=8000, help="the port to listen on")
     serve_parser.add_argument("--timeout-s", type=float, default=600.0, help="how long vLLM may take to be ready")
+    commands.add_parser("doctor", help="say what is installed, and what confines model-written code here")
     return parser
 
 

@@ -9,7 +9,6 @@ from .errors import SetupError
 from .options import RolloutOptions, check_names, check_positive
 from .rollout import Rollout
 from .sandbox import Executor
-from .sandbox.local import LocalExecutor
 from .tools import Tool, ToolEnv
 
 
@@ -137,7 +136,7 @@ def code_rollout(
     if wrong := [tool.name for tool in described if not tool.name.isidentifier()]:
         raise SetupError(f"The code cannot call {wrong}: such a name is no Python identifier. Pass a named function.")
     text = code_instructions(code_format, described) if instructions == "auto" else instructions
-    shared = LocalExecutor() if executor is None else executor
+    shared = _local() if executor is None else executor
     return Rollout(
         lambda: CodeEnv(
             shared,
@@ -154,6 +153,12 @@ def code_rollout(
         cleanups=[shared.close] if executor is None else (),
         **options,
     )
+
+
+def _local() -> Executor:
+    from .sandbox.local import LocalExecutor  # which needs Linux; the other rollouts do not
+
+    return LocalExecutor()
 
 
 def _check_result_tokens(max_result_tokens: Any) -> None:
