@@ -1,5 +1,6 @@
 """The command line: as a process where it starts a server, in this process where it refuses to."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import requests
 
+from trl_rollouts import HttpExecutor, SandboxError
 from trl_rollouts.cli import main
 from trl_rollouts.serving import free_port
 
@@ -259,3 +261,32 @@ def test_doctor_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", "--fast"])
     assert "unrecognized arguments: --fast" in capsys.readouterr().err
+
+
+def test_sandbox_runs_code_for_a_trainer_elsewhere_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    port = free_port()
+    command = [sys.executable, "-m", "trl_rollouts.cli", "sandbox", "--port", str(port)]
+    command += ["--token-file", str(tmp_path / "token")]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("code is confined by limits, landlock, seccomp, as ")
+
+        async def use(token: str) -> str | None:
+            executor = HttpExecutor(f"http://127.0.0.1:{port}", token=token)
+            result = await (await executor.open()).run("6 * 7", 10.0)
+            await executor.close()
+            return result.value
+
+        assert asyncio.run(use("secret")) == "42"
+        with pytest.raises(SandboxError, match="the token is missing or wrong"):
+            asyncio.run(use("guess"))
+        process.terminate()
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
+def test_sandbox_needs_the_token_file_it_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["sandbox", "--token-file", str(tmp_path / "absent")]) == 2
+    assert "No such file" in capsys.readouterr().err

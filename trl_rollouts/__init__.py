@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from .rollout import Rollout
     from .sampling import Sampling
     from .sandbox import ExecResult, ExecStatus, Executor, Session
+    from .sandbox.http import HttpExecutor, serve_executor
     from .sandbox.local import Isolation, LocalExecutor
+    from .sandbox.ray import RayExecutor
     from .tokens import ChatTokenizer
     from .trajectory import Completion, Message, StopReason, Trajectory
     from .transcripts import read_transcripts
@@ -63,6 +65,7 @@ _HOMES = {
     "sampling": ("Sampling",),
     "sandbox": ("ExecResult", "ExecStatus", "Executor", "Session"),
     "sandbox.local": ("Isolation", "LocalExecutor"),
+    "sandbox.http": ("HttpExecutor", "serve_executor"),
     "sandbox.ray": ("RayExecutor",),
     "tokens": ("ChatTokenizer",),
     "trajectory": ("Completion", "Message", "StopReason", "Trajectory"),
@@ -93,6 +96,8 @@ __all__ = [  # noqa: RUF022 (in the order of a first reading; a test holds that 
     "LocalExecutor",
     "Isolation",
     "RayExecutor",
+    "HttpExecutor",
+    "serve_executor",
     "Executor",
     "Session",
     "ExecResult",

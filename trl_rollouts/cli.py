@@ -1,11 +1,13 @@
 """The command `trl-rollouts`.
 
     trl-rollouts serve MODEL [--host 127.0.0.1] [--port 8000] [--timeout-s 600] [vLLM's own arguments ...]
+    trl-rollouts sandbox [--host 127.0.0.1] [--port 8700] [--token-file FILE]
     trl-rollouts doctor
 
 `serve` starts vLLM's OpenAI server with what GRPO needs of it, says when it is ready, and ends all of its processes
-when it is itself ended. Whatever it does not know is passed on to vLLM untouched. `doctor` says which versions are
-installed and what confines model-written code on this machine.
+when it is itself ended. Whatever it does not know is passed on to vLLM untouched. `sandbox` runs model-written code
+for trainers on other machines, which reach it by `HttpExecutor`. `doctor` says which versions are installed and what
+confines model-written code on this machine.
 
 Exit codes: 2 where nothing was started (a sentence says why), 1 where the server failed or `doctor` found something
 missing, 128 plus the signal's number after Ctrl-C, SIGTERM or SIGHUP. Importing this module imports neither torch nor
@@ -13,9 +15,11 @@ trl nor vllm.
 """
 
 import argparse
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -26,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from .errors import ServerError, SetupError
+from .errors import SandboxError, ServerError, SetupError
 from .serving import serving
 
 _INSTALL_VLLM = (
@@ -40,15 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     args, passed_on = parser.parse_known_args(argv)
-    if args.command == "doctor":
-        if passed_on:
-            parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
-        from .doctor import examine  # which needs Linux; the rest does not
-
-        lines, is_well = examine()
-        _say("\n".join(lines))
-        return 0 if is_well else 1
+    if args.command != "serve" and passed_on:
+        parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     try:
+        if args.command == "doctor":
+            return doctor()
+        if args.command == "sandbox":
+            return sandbox(args.host, args.port, args.token_file)
         # argparse takes the first word that is no option's for MODEL, and knows none of vLLM's options.
         if passed_on and argv.index(passed_on[0]) < argv.index(args.model):
             raise SetupError(f"MODEL comes before vLLM's own arguments: trl-rollouts serve MODEL {passed_on[0]} ...")
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SetupError as error:
         print(f"trl-rollouts: {error}", file=sys.stderr)
         return 2
-    except ServerError as error:
+    except (ServerError, SandboxError) as error:
         print(f"trl-rollouts: {error}", file=sys.stderr)
         return 1
 
@@ -76,6 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     serve_parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     serve_parser.add_argument("--port", type=int, default=8000, help="the port to listen on")
     serve_parser.add_argument("--timeout-s", type=float, default=600.0, help="how long vLLM may take to be ready")
+    sandbox_parser = commands.add_parser(
+        "sandbox",
+        help="run model-written code for trainers on other machines (HttpExecutor)",
+        description="Run model-written code, confined as LocalExecutor does, for trainers on other machines.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    sandbox_parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    sandbox_parser.add_argument("--port", type=int, default=8700, help="the port to listen on")
+    sandbox_parser.add_argument("--token-file", type=Path, help="holds what trainers must send; else one is made up")
     commands.add_parser("doctor", help="say what is installed, and what confines model-written code here")
     return parser
 
@@ -103,6 +114,46 @@ def serve(model: str, host: str, port: int, timeout_s: float, vllm_arguments: Se
         _say(f"ready after {time.monotonic() - start:.0f} s at {base_url}: pass base_url={base_url!r}")
         return_code = server.wait()
     raise ServerError(f"vLLM ended by itself with return code {return_code}. Its log above says why.")
+
+
+def sandbox(host: str, port: int, token_file: Path | None) -> int:
+    """Serve a `LocalExecutor` over HTTP until a signal ends it.
+
+    Raises:
+        SetupError: it cannot listen there, or the file holds no token.
+        SandboxError: code cannot be confined on this machine.
+    """
+    from .sandbox.http import serve_executor
+    from .sandbox.local import LocalExecutor
+
+    try:
+        token = secrets.token_urlsafe() if token_file is None else token_file.read_text().strip()
+    except OSError as error:
+        raise SetupError(f"--token-file {token_file}: {error}") from error
+
+    async def serve_until_ended() -> None:
+        executor = LocalExecutor()
+        try:
+            async with serve_executor(executor, token=token, host=host, port=port) as base_url:
+                await (await executor.open()).close()  # refuse now rather than at the first snippet
+                shown = repr(token) if token_file is None else f"<what {token_file} holds>"
+                _say(f"code is confined by {executor.isolation}; pass HttpExecutor({base_url!r}, token={shown})")
+                await asyncio.Event().wait()
+        except OSError as error:
+            raise SetupError(f"cannot listen at {host}:{port}: {error}") from error
+
+    _end_on_signals()
+    asyncio.run(serve_until_ended())
+    return 0
+
+
+def doctor() -> int:
+    """Say what this machine has; the exit code."""
+    from .doctor import examine
+
+    lines, is_well = examine()
+    _say("\n".join(lines))
+    return 0 if is_well else 1
 
 
 def _refuse_missing(model: str) -> None:

@@ -2,6 +2,7 @@
 
     LocalExecutor     processes on this machine, confined by its kernel (`local`)
     RayExecutor       the same on every node of a Ray cluster (`ray`)
+    HttpExecutor      any executor that another machine serves (`http`)
 
 What comes back from a session is the session's word. A reward that matters is computed outside of it.
 """
@@ -47,7 +48,8 @@ class ExecResult:
 
 HostCall = Callable[[str, list[Any], dict[str, Any]], Awaitable[Any]]
 """Answers a call of one of the host's functions: name, positional and keyword arguments, as JSON has them. What it
-returns becomes JSON; what it raises is raised in the snippet, as a RuntimeError with its text."""
+returns becomes JSON; what it raises is raised in the snippet, as a RuntimeError with its text. It runs in the event
+loop in which the snippet was asked for."""
 
 
 class Session(Protocol):
@@ -58,7 +60,7 @@ class Session(Protocol):
         """Whether a further snippet would find the state of the earlier ones."""
 
     async def run(self, code: str, timeout_s: float) -> ExecResult:
-        """Run a snippet. On a session that is not alive: `DIED`.
+        """Run a snippet. On a session that is not alive: `DIED`. Cancelled, it ends the session.
 
         Raises:
             SessionError: the session was lost with the machine it ran on.

@@ -37,7 +37,7 @@ class DistantSession:
     """A session of an executor elsewhere, once `open` has returned. Belongs to the event loop that opened it."""
 
     def __init__(self, carry: Carry, call: HostCall | None, on_end: Callable[[], None] = lambda: None) -> None:
-        self._id = uuid4().hex
+        self.id = uuid4().hex
         self._carry = carry
         self._call = call
         self._on_end = on_end
@@ -80,7 +80,7 @@ class DistantSession:
         return ExecResult(**answer["result"] | {"status": ExecStatus(answer["result"]["status"])})
 
     async def close(self) -> None:
-        """End it. A session that was lost has nothing left to end."""
+        """End it. Of a session that was lost, what is left of it is no error."""
         closing = self._end()
         try:
             await asyncio.shield(closing)
@@ -98,12 +98,10 @@ class DistantSession:
         return self._closing
 
     async def _ask(self, what: str, request: dict[str, Any]) -> dict[str, Any]:
-        if self._lost is not None:
-            raise self._lost
         try:
-            text = await self._carry(self._id, what, json.dumps(request))
+            text = await self._carry(self.id, what, json.dumps(request))
         except SessionError as error:
-            self._lost = error
+            self._lost = self._lost or error
             raise
         answer: dict[str, Any] = json.loads(text)
         if "failed" in answer:

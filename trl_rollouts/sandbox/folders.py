@@ -5,14 +5,22 @@ import os
 import time
 from contextlib import suppress
 
+_MAX_PATH_CHARS = 1024
+
 
 def usage(folder: str, *, max_entries: int) -> tuple[int, int]:
-    """Entries and bytes below `folder`, links not followed. Counting stops at `max_entries`."""
+    """Entries and bytes below `folder`, links not followed. Counting stops at `max_entries`.
+
+    A folder that cannot be counted, or not in reasonable time, has as many.
+    """
     num_entries = num_bytes = 0
     pending = [folder]
     while pending:
+        current = pending.pop()
+        if len(current) > len(folder) + _MAX_PATH_CHARS:  # to walk down a path takes time with each step
+            return max_entries, num_bytes
         try:
-            with os.scandir(pending.pop()) as entries:
+            with os.scandir(current) as entries:
                 for entry in entries:
                     num_entries += 1
                     if num_entries >= max_entries:
@@ -23,7 +31,7 @@ def usage(folder: str, *, max_entries: int) -> tuple[int, int]:
                         pending.append(entry.path)
         except FileNotFoundError:
             continue
-        except OSError:  # a path longer than the kernel takes, a folder without the right to list it
+        except OSError:  # without the right to list it
             return max_entries, num_bytes
     return num_entries, num_bytes
 

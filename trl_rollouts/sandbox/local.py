@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,8 @@ class _ForkServer:
     def __init__(self, modules: list[str], max_memory_bytes: int, folder: str | None, wrapper: Any) -> None:
         if sys.platform != "linux":
             raise SandboxError(
-                f"LocalExecutor needs Linux, whose kernel confines the code; this is {sys.platform}. Run the training, "
-                "or a RayExecutor's nodes, in a Linux container or virtual machine."
+                f"LocalExecutor needs Linux, whose kernel confines the code; this is {sys.platform}. Run the "
+                "training, or a RayExecutor's nodes, in a Linux container or virtual machine."
             )
         _raise_descriptor_limit()
         self._base = tempfile.mkdtemp(prefix="trl_rollouts-", dir=folder)
@@ -259,7 +260,8 @@ class _ForkServer:
         except OSError as error:  # the disk is full, the descriptors are used up
             _uids_in_use.discard(uid)
             raise SessionError(f"A sandboxed session could not be prepared: {error}") from error
-        session = LocalSession(ours, folder, functions, call, on_close=lambda: _uids_in_use.discard(uid))
+        # By the bound method a session keeps its fork server alive.
+        session = LocalSession(ours, folder, functions, call, on_close=partial(self._give_back, uid))
         try:
             request = json.dumps({"folder": folder, "uid": uid, "functions": list(functions)}).encode()
             with theirs:
@@ -280,6 +282,9 @@ class _ForkServer:
                 await asyncio.sleep(0.001)
             except OSError as error:
                 raise SessionError(f"The sandbox's fork server has ended ({error}): {self._last_words()}") from error
+
+    def _give_back(self, uid: int | None) -> None:
+        _uids_in_use.discard(uid)
 
     def _free_uid(self) -> int:
         with _choosing_uid:
@@ -336,11 +341,17 @@ def _bubblewrap(command: list[str], base: str) -> list[str]:
         options = ["--unshare-all"]
     options += ["--die-with-parent", "--new-session", "--proc", "/proc", "--dev", "/dev", "--ro-bind", "/usr", "/usr"]
     for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache"):
-        options += ["--ro-bind-try", path, path]
+        options += [*_folders_above(path), "--ro-bind-try", path, path]
     roots = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *_site_packages()]
     roots.append(str(Path(__file__).parents[1]))
     for path in dict.fromkeys(map(os.path.realpath, roots)):
         if not path.startswith("/usr/"):
-            options += ["--ro-bind", path, path]
-    options += ["--bind", base, base, "--chdir", base]
+            options += [*_folders_above(path), "--ro-bind", path, path]
+    options += [*_folders_above(base), "--bind", base, base, "--chdir", base]
     return [bwrap, *options, "--", *command]
+
+
+def _folders_above(path: str) -> list[str]:
+    """Options to make them. Those that bubblewrap makes by itself, other users cannot enter."""
+    above = reversed(Path(path).parents[:-1])
+    return [option for folder in above for option in ("--perms", "0755", "--dir", str(folder))]

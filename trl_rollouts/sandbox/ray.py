@@ -11,11 +11,17 @@ first opened.
 import asyncio
 import importlib.util
 import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..errors import SandboxError, SessionError, SetupError, boundary
@@ -28,12 +34,23 @@ logger = logging.getLogger(__name__)
 REFRESH_S = 10.0
 """Between two looks at which nodes there are."""
 HOLD_OFF_S = 30.0
-"""For which a node that failed is used only where there is no other: a cluster takes a while to notice a dead one."""
+"""For which a node that was lost gets no new actor, unless there is no other: a cluster notices a dead one late."""
 OPEN_TIMEOUT_S = 300.0
 """With the start of the actor and of its executor."""
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = CONNECT_TIMEOUT_S = 10.0
 _NUM_ATTEMPTS = 3
 _MAX_CONCURRENCY = 10_000
+
+_REMOVE_AFTER_END = """
+import os, select, sys, time
+root, pid, folder = sys.argv[1:]
+process = os.pidfd_open(int(pid))
+sys.path.append(root)
+from trl_rollouts.sandbox.folders import remove
+select.select([process], [], [])
+time.sleep(1.0)  # its sessions are being killed
+remove(folder)
+"""
 
 
 class RayExecutor:
@@ -101,9 +118,8 @@ class RayExecutor:
                 "The Ray cluster has no node with processors to run model-written code on. Add one with `ray start "
                 "--address=...`; a node started with --num-cpus=0 does not count."
             )
-        now = time.monotonic()
         with self._lock:
-            node = min(nodes, key=lambda one: (one.suspect_until > now, one.load))
+            node = min(nodes, key=lambda one: one.load)
             node.num_sessions += 1
         return node
 
@@ -119,15 +135,13 @@ class RayExecutor:
             if not self._must_look():
                 return  # another thread has
             ray = _connected()
-            nodes = {}
-            for found in ray.nodes():
-                if found["Alive"] and found["Resources"].get("CPU"):
-                    node = self._nodes.get(found["NodeID"])
-                    if node is None or node.is_lost:
-                        suspect_until = 0.0 if node is None else time.monotonic() + HOLD_OFF_S
-                        node = _Node(ray, found, self._factory, suspect_until)
-                    nodes[node.id] = node
-            self._nodes, self._refreshed_at = nodes, time.monotonic()
+            alive = {one["NodeID"]: one for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU")}
+            long_ago = time.monotonic() - HOLD_OFF_S
+            kept = {id_: node for id_, node in self._nodes.items() if not node.is_lost or node.lost_at > long_ago}
+            if all(id_ in kept and kept[id_].is_lost for id_ in alive):
+                kept = {}  # there is no other
+            self._nodes = {id_: kept.get(id_) or _Node(ray, one, self._factory) for id_, one in alive.items()}
+            self._refreshed_at = time.monotonic()
 
     def _count(self, node: "_Node", change: int) -> None:
         with self._lock:
@@ -137,13 +151,13 @@ class RayExecutor:
 class _Node:
     """A node's actor, from the host's side."""
 
-    def __init__(self, ray: Any, found: dict[str, Any], factory: Callable[[], Executor], suspect_until: float) -> None:
+    def __init__(self, ray: Any, found: dict[str, Any], factory: Callable[[], Executor]) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.id: str = found["NodeID"]
-        self.suspect_until = suspect_until
         self.isolation: Any = None
         self.is_lost = False
+        self.lost_at = 0.0
         self.num_sessions = 0
         self._num_cpus = float(found["Resources"]["CPU"])
         self._address = found["NodeManagerAddress"]
@@ -168,12 +182,13 @@ class _Node:
         answer = str(await self._remote("ask", id_, what, request))
         if what == "open" and self.isolation is None:
             self.isolation = await self._remote("isolation")
+            logger.info("Model-written code on %s is confined by %s.", self, self.isolation)
         return answer
 
     def lose(self, why: str) -> None:
         """Use this actor no more. The node gets a new one, if it is still there."""
         if not self.is_lost:
-            self.is_lost = True
+            self.is_lost, self.lost_at = True, time.monotonic()
             logger.warning("No more sessions are opened by the actor of %s: %s", self, why)
 
     async def close(self) -> None:
@@ -203,6 +218,7 @@ class _Actor:
     """Runs on a node. All its methods are coroutines, so that Ray serves them at the same time, in one event loop."""
 
     def __init__(self, factory: Callable[[], Executor]) -> None:
+        tempfile.tempdir = _temporary_folder()
         self._executor = factory()
         self._desk = Desk(self._executor)
 
@@ -216,6 +232,21 @@ class _Actor:
         await self._desk.close()
 
 
+def _temporary_folder() -> str:
+    """A folder for temporary files that is removed when this process ends, however it does.
+
+    With an actor, Ray kills its child processes and its process group, so a fork server has no time to clean up.
+    """
+    folder = tempfile.mkdtemp(prefix="trl_rollouts-")
+    os.chmod(folder, 0o711)  # sessions of other users pass through
+    root = str(Path(__file__).parents[2])
+    script = [sys.executable, "-I", "-c", _REMOVE_AFTER_END, root, str(os.getpid()), folder]
+    null = subprocess.DEVNULL
+    command = ["/bin/sh", "-c", '"$@" &', "sh", *script]
+    subprocess.run(command, stdin=null, stdout=null, stderr=null, start_new_session=True, check=True)
+    return folder
+
+
 def _connected() -> Any:
     """Ray, connected to a cluster.
 
@@ -226,14 +257,26 @@ def _connected() -> Any:
 
     if not ray.is_initialized():
         try:
+            _reach(os.environ.get("RAY_ADDRESS", ""))
             ray.init(address="auto")
-        except ConnectionError as error:
+        except OSError as error:
             raise SandboxError(
-                f"There is no Ray cluster to run model-written code on: {error} Start one with `ray start --head`, or "
-                "call `ray.init()` before the training."
+                f"There is no Ray cluster to run model-written code on: {error} Start one with `ray start --head`, "
+                "name it in RAY_ADDRESS, or call `ray.init()` before the training."
             ) from error
         logger.info("Connected to the Ray cluster at %s.", ray.get_runtime_context().gcs_address)
     return ray
+
+
+def _reach(address: str) -> None:
+    """Fail where nobody listens at `host:port`, which Ray would try for more than ten minutes.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "//" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _last_words(error: Exception) -> str:

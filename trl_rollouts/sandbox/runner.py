@@ -141,14 +141,14 @@ class Runner:
     def _outcome(self, code: str, filename: str) -> dict[str, Any]:
         try:
             value = self._execute(code, filename)
-            return {"status": "ok", "value": None if value is None else _cut(_repr(value)), "error": None}
+            return {"status": "ok", "value": None if value is None else cut(_repr(value)), "error": None}
         except Interrupted:
             raise
         except SystemExit as exit_:
             return {"status": "exit", "value": None, "error": f"SystemExit: {_safe_repr(exit_.code):.200}"}
         except BaseException as error:
             try:
-                described = _cut(_describe(error))
+                described = cut(_describe(error))
             except Exception:  # no memory left, or code of the exception's own
                 described = type(error).__name__
             return {"status": "error", "value": None, "error": described}
@@ -222,10 +222,11 @@ def _safe_repr(value: Any) -> str:
         return object.__repr__(value)
 
 
-def _cut(text: str) -> str:
-    if len(text) <= MAX_OUTPUT_BYTES:
+def cut(text: str, max_chars: int = MAX_OUTPUT_BYTES) -> str:
+    """The text, without its middle where it is too long."""
+    if len(text) <= max_chars:
         return text
-    half = MAX_OUTPUT_BYTES // 2
+    half = max_chars // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 

@@ -6,7 +6,8 @@ What is not listed does not exist for it (ENOSYS, from which glibc falls back to
 - `_PRETENDED` succeed and do nothing: modes, owners and times of files, which Landlock does not govern and which
   shutil, zipfile and tempfile set in passing.
 - Files may not be emptied by `open(O_TRUNC)` for reading nor by `truncate`: Landlock before ABI 3 lets both through.
-- No room is reserved beyond a file's end: limits of file size do not see it (`fallocate` with a mode).
+- No room on a disk is reserved without writing (`fallocate`): faster than anybody looks, and, beyond a file's end,
+  past all limits. glibc's `posix_fallocate` then writes.
 - No process sends itself a signal, neither by a timer: SIGCONT would wake one that the host has stopped.
 - A pair of sockets is one of streams: those of datagrams can be sent to any socket whose path is known.
 - No process is started: `clone` makes threads only, and the newer `clone3`, whose flags no filter can see, is absent.
@@ -44,7 +45,7 @@ _PRETENDED = "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime
 
 _UNSUPPORTED = """
 setxattr lsetxattr fsetxattr getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr removexattr lremovexattr
-fremovexattr
+fremovexattr fallocate
 """.split()
 
 _DENIED = """
@@ -113,7 +114,6 @@ def _add_conditional(add: Callable[..., None], allow_threads: bool) -> None:
             add(ALLOW, name, Arg(index, MASKED_EQ, mask, value))
     if allow_threads:
         add(ALLOW, "clone", Arg(0, MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD))
-    add(ALLOW, "fallocate", Arg(1, EQ, 0))
     add(ALLOW, "socketpair", Arg(0, EQ, socket.AF_UNIX), Arg(1, MASKED_EQ, 0xF, socket.SOCK_STREAM))
     add(ALLOW, "prlimit64", Arg(0, EQ, 0))
     for name, index, values in (("fcntl", 1, _FCNTL), ("ioctl", 1, _IOCTL), ("prctl", 0, _PRCTL)):

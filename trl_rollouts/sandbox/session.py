@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import SessionError
 from . import ExecResult, ExecStatus, HostCall
 from .folders import remove, usage
+from .runner import MAX_OUTPUT_BYTES, cut
 from .wire import Decoder, WireError, encode
 
 GRACE_S = 0.5
@@ -31,6 +32,8 @@ MAX_FOLDER_ENTRIES = 5000
 OPEN_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 _FEW_ENTRIES = 256
+_MAX_TEXT_CHARS = MAX_OUTPUT_BYTES + 100
+"""The session's own code has cut its texts, and says how much is missing."""
 
 _STATUSES = {str(status) for status in (ExecStatus.OK, ExecStatus.ERROR, ExecStatus.EXIT, ExecStatus.TIMEOUT)}
 _ENDED = "The process ended: a crash in native code, os._exit, or no memory left."
@@ -184,9 +187,8 @@ class LocalSession:
         if self._num_entries == 0 and changed_at == self._changed_at:
             return None
         self._changed_at = changed_at
-        if self._num_entries < _FEW_ENTRIES:
-            self._num_entries, num_bytes = usage(self._folder, max_entries=limit)
-        else:  # too slow for the event loop
+        self._num_entries, num_bytes = usage(self._folder, max_entries=_FEW_ENTRIES)
+        if self._num_entries >= _FEW_ENTRIES:  # too slow for the event loop
             self._num_entries, num_bytes = await asyncio.to_thread(usage, self._folder, max_entries=limit)
         if self._num_entries < limit and num_bytes <= MAX_FOLDER_BYTES:
             return None
@@ -360,12 +362,16 @@ def _result(frame: dict[str, Any], number: int, clock: _Clock) -> ExecResult:
         error = f"The time limit of {clock.timeout_s:g} s passed and the code was interrupted."
     return ExecResult(
         ExecStatus(str(status)),
-        _clean(stdout),
-        _clean(stderr),
-        _clean(value),
-        _clean(error),
+        _text(stdout),
+        _text(stderr),
+        None if value is None else _text(value),
+        None if error is None else _text(error),
         duration_s=clock.elapsed_s(),
     )
+
+
+def _text(text: str) -> str:
+    return str(_clean(cut(text, _MAX_TEXT_CHARS)))
 
 
 def _clean(value: Any) -> Any:
