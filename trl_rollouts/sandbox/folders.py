@@ -55,6 +55,9 @@ def remove(folder: str) -> None:
         with os.scandir(current) as entries:
             for entry in list(entries):
                 if entry.is_dir(follow_symlinks=False):
+                    with suppress(OSError):  # an empty one
+                        os.rmdir(entry.path)
+                        continue
                     os.chmod(entry.path, 0o700)  # moving a folder writes its ".."
                     moved = f"{folder}.{next(numbers)}"
                     os.rename(entry.path, moved)

@@ -56,6 +56,8 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         folders = library_folders(config.site_packages)
+        # Isolated mode leaves out the user's own (`pip install --user`), and what PYTHONPATH says.
+        sys.path += [path for path in config.site_packages if path not in sys.path]
         sys.path[:] = [path for path in sys.path if any(_is_inside(path, folder) for folder in folders)]
         for name in config.modules:
             importlib.import_module(name)
