@@ -258,6 +258,9 @@ def test_the_default_executor_is_closed_with_the_rollout() -> None:
         ("I use <code> tags. <code>a</code>", ["a"]),
         ("<code></code>", [""]),
         ("<code>a < b > c</code></code>", ["a < b > c"]),
+        ("<code>\n    x = 1\n    x\n</code>", ["x = 1\nx"]),
+        ("<code>\n```python\na\n```\n</code>", ["a"]),
+        ("<code>```\na\n```</code>", ["a"]),
         ("no code", []),
     ],
 )
@@ -268,13 +271,14 @@ def test_tags_enclose_code(text: str, blocks: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "blocks"),
     [
-        ("```python\na\n```", ["a\n"]),
-        ("x\n```py\na\n```\n", ["a\n"]),
-        ("```python\na\n```\nand\n```Python\nb\n```\n", ["a\n", "b\n"]),
-        ("```json\n{}\n```\n```python\na\n```\n", ["a\n"]),
-        ("```\nplain\n```\n```python\na\n```\n", ["a\n"]),
+        ("```python\na\n```", ["a"]),
+        ("x\n```py\na\n```\n", ["a"]),
+        ("```python\na\n```\nand\n```Python\nb\n```\n", ["a", "b"]),
+        ("```json\n{}\n```\n```python\na\n```\n", ["a"]),
+        ("```\nplain\n```\n```python\na\n```\n", ["a"]),
+        ("```python\r\na\r\n```\r\n", ["a\r"]),
         ("say ```python``` inline", []),
-        ("```python\nprint('```')\n```\n", ["print('```')\n"]),
+        ("```python\nprint('```')\n```\n", ["print('```')"]),
     ],
 )
 def test_fences_enclose_code(text: str, blocks: list[str]) -> None:
@@ -301,6 +305,10 @@ def test_a_shown_result_has_output_then_value_then_stderrs_end_then_error() -> N
         ({"tools": retrieve}, "tools must be a list of functions"),
         ({"tools": [lambda: 1]}, "The tool <lambda>"),
         ({"executor": "docker"}, "executor must be an Executor"),
+        ({"executor": LocalExecutor}, "executor must be an Executor, such as LocalExecutor\\(\\)"),
+        ({"tools": None}, "tools must be a list of functions"),
+        ({"tools": [retrieve, retrieve]}, "cannot call functions by the names"),
+        ({"instructions": 5}, "instructions must be a text"),
         ({"max_result_tokens": 0}, "max_result_tokens must be a number of tokens"),
         ({"temperature": 0.5}, "set GRPOConfig.temperature"),
         ({"timeout": 3}, "Did you mean timeout_s?"),
@@ -309,3 +317,66 @@ def test_a_shown_result_has_output_then_value_then_stderrs_end_then_error() -> N
 def test_an_argument_that_cannot_work_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SetupError, match=words):
         code_rollout(**options)
+
+
+def test_generation_goes_on_behind_a_fence_of_another_language(roll: Roll) -> None:
+    texts = ["See:\n```latex\nx\n```\n", "Final answer: 42"]
+    row = roll(texts, format="fenced", instructions=None)
+    assert row["completion_ids"] == [*TOKENIZER("".join(texts))["input_ids"], TOKENIZER.eos_token_id]
+    assert row["env_mask"] == [1] * len(row["completion_ids"])
+    assert (row["stop_reason"], contents(row)[1:]) == ("terminated", texts)
+
+
+def test_a_block_that_calls_a_function_for_ever_is_stopped(roll: Roll) -> None:
+    row = roll(["<code>while True:\n    try: retrieve('a')\n    except RuntimeError as e: last = e</code>", "."],
+               tools=[retrieve], timeout_s=0.5)  # fmt: skip
+    assert [call["name"] for call in row["tool_calls"]] == ["python", *["retrieve"] * 32]
+    assert row["tool_calls"][0]["error"] in ("timeout", "killed")
+
+
+def test_the_functions_of_a_block_share_one_time_limit(roll: Roll) -> None:
+    async def wait() -> None:
+        """Wait."""
+        import asyncio
+
+        await asyncio.sleep(0.4)
+
+    row = roll(["<code>for _ in range(3): wait()</code>", "."], tools=[wait], tool_timeout_s=1.0)
+    assert [call["error"] for call in row["tool_calls"]] == ["exception", None, None, "timeout"]
+
+
+def numbers(kind: str) -> Any:
+    """Numbers.
+
+    Args:
+        kind: Of which kind.
+    """
+    import numpy as np
+
+    return {"int64": np.int64(3), "array": np.arange(3), "set": {3}, "object": object()}[kind]
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"), [("numbers('int64') * 2", "6"), ("numbers('array')", "[0, 1, 2]"), ("numbers('set')", "[3]")]
+)
+def test_what_a_function_returns_arrives_as_data(roll: Roll, code: str, shown: str) -> None:
+    assert contents(roll([f"<code>{code}</code>", "."], tools=[numbers]))[3] == f"<result>\n{shown}\n</result>"
+
+
+def test_a_function_that_returns_no_data_says_so(roll: Roll) -> None:
+    row = roll(["<code>numbers('object')</code>", "."], tools=[numbers])
+    assert (
+        "numbers returned what is no plain data" in contents(row)[3] or "object, which is no plain" in contents(row)[3]
+    )
+    assert [call["error"] for call in row["tool_calls"]] == ["exception", "exception"]
+
+
+def test_arguments_that_are_no_data_are_an_error_of_one_line(roll: Roll) -> None:
+    shown = contents(roll(["<code>retrieve(object())</code>", "."], tools=[retrieve]))[3]
+    assert "TypeError: retrieve takes plain data (numbers, texts, lists, dicts): object is none" in shown
+    assert "json" not in shown
+
+
+def test_a_system_message_that_hides_the_format_is_warned_of(roll: Roll, caplog: pytest.LogCaptureFixture) -> None:
+    roll(["."], prompt=[{"role": "system", "content": "Be nice."}, *QUESTION], tools=[retrieve])
+    assert "does not say <code>, retrieve" in caplog.text

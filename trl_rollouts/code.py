@@ -7,19 +7,30 @@ Whatever is wrong with code is answered like a result; a trajectory ends when th
 Not here: where code runs (`sandbox`), and what of a turn was sampled (`episode`).
 """
 
+import functools
 import json
+import logging
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .env import StepResult
 from .sandbox import ExecResult, ExecStatus, Executor, Session
-from .tools import Tool, Toolbox, as_text
+from .tools import Tool, Toolbox
 from .trajectory import Message
+
+logger = logging.getLogger(__name__)
 
 MAX_STDERR_LINES = 10
 MAX_BLOCKS_PER_TURN = 8
+MAX_CALLS_PER_BLOCK = 32
+MAX_ARGUMENTS_CHARS = 64 << 10
+"""Of one call, as JSON. They are kept for the reward functions, and code can make many."""
+
+CODE_NAME = "python"
+"""By which blocks are reported beside functions."""
 
 _LOST = {ExecStatus.KILLED, ExecStatus.DIED, ExecStatus.PROTOCOL}
 _ERROR_KINDS = {ExecStatus.OK: None, ExecStatus.ERROR: "exception", ExecStatus.EXIT: None}
@@ -41,8 +52,9 @@ class CodeFormat:
     """With `{}` for the text."""
 
     def blocks(self, text: str) -> list[str]:
-        """The code of each block, in order."""
-        return [code for match in self.block.finditer(text) if (code := match["code"]) is not None]
+        """The code of each block, in order, as it is run: without an indentation or a fence around all of it."""
+        found = [code for match in self.block.finditer(text) if (code := match["code"]) is not None]
+        return [textwrap.dedent(_FENCE.sub(r"\1", code)).strip("\n") for code in found]
 
     def problem(self, text: str) -> str | None:
         """What is wrong with a turn that was meant to have a block, and has none."""
@@ -51,6 +63,9 @@ class CodeFormat:
             return None
         return f"the code is not between {self.opening} and {self.closing}, so it was not run."
 
+
+_FENCE = re.compile(r"\A\s*```(?:python|py)?[ \t\r]*\n(.*?)```\s*\Z", re.DOTALL | re.IGNORECASE)
+"""What chat models put around code out of habit."""
 
 FORMATS = {
     "tags": CodeFormat(
@@ -67,10 +82,10 @@ FORMATS = {
         stop="\n```\n",
         # Fences of other languages are matched as well, and have no code: their end is no beginning.
         block=re.compile(
-            r"^```(?:(?:python|py)[ \t]*\n(?P<code>.*?)|(?!(?:python|py)[ \t]*$)[^\n]*\n.*?)^```[ \t]*$",
+            r"^```(?:(?:python|py)[ \t\r]*\n(?P<code>.*?)|(?!(?:python|py)[ \t\r]*$)[^\n]*\n.*?)^```[ \t\r]*$",
             re.DOTALL | re.MULTILINE | re.IGNORECASE,
         ),
-        begun=re.compile(r"^```(?:python|py)[ \t]*$", re.MULTILINE | re.IGNORECASE),
+        begun=re.compile(r"^```(?:python|py)[ \t\r]*$", re.MULTILINE | re.IGNORECASE),
         result="```output\n{}\n```",
     ),
 }
@@ -90,7 +105,7 @@ class CodeEnv:
         executor: opens the session, when the first code comes.
         tools: functions that the code may call; they run on this side.
         timeout_s: time limit of one block, in seconds.
-        tool_timeout_s: time limit of one call of a function, in seconds; it does not count as the block's time.
+        tool_timeout_s: time limit of all calls of functions by one block, in seconds, beside its own time.
         code_format: how code is marked.
         results_as: "message", a user's message, or "inline", text within the assistant's own turn.
         instructions: the system message of a prompt that has none; None: no message.
@@ -112,35 +127,44 @@ class CodeEnv:
         instructions: str | None,
     ) -> None:
         self._executor = executor
-        self._toolbox = Toolbox(tools, tool_timeout_s)
+        self._toolbox = Toolbox(tools)
         self._timeout_s = timeout_s
+        self._tool_timeout_s = tool_timeout_s
         self._format = code_format
         self._results_as = results_as
         self._instructions = instructions
         self._session: Session | None = None
-        self._calls: list[dict[str, Any]] = []
-        """Reports of the turn."""
+        self._reports: list[dict[str, Any]] = []
+        """Of the turn."""
+        self._called: list[dict[str, Any]] = []
+        """Of functions by the block that runs."""
 
     async def reset(self, prompt: list[Message]) -> list[Message]:
-        if self._instructions is None or prompt[0]["role"] in ("system", "developer") or prompt[0].get("is_rendered"):
+        if self._instructions is None:
+            return prompt
+        if prompt[0]["role"] in ("system", "developer") or prompt[0].get("is_rendered"):
+            text = "".join(str(message.get("content")) for message in prompt)
+            if unsaid := [word for word in (self._format.opening, *self._toolbox.tools) if word not in text]:
+                _warn_unsaid(tuple(unsaid))
             return prompt
         return [{"role": "system", "content": self._instructions}, *prompt]
 
     async def step(self, action: Message) -> StepResult:
-        self._calls = []
+        self._reports = []
         text = "\n".join(part for part in (action.get("reasoning_content"), action["content"]) if part)
-        blocks = self._format.blocks(text)
-        if blocks:
+        if blocks := self._format.blocks(text):
             shown = [await self._run(code) for code in blocks[:MAX_BLOCKS_PER_TURN]]
             if len(blocks) > MAX_BLOCKS_PER_TURN:
                 shown.append(f"Error: only the first {MAX_BLOCKS_PER_TURN} pieces of code of a turn are run.")
         elif problem := self._format.problem(text):
             shown = [f"Error: {problem}"]
             self._report(text, None, "parse_error", shown[0], 0.0)
+        elif text.endswith(self._format.stop):  # the end of another language's fence: it had not finished
+            return StepResult(inline="")
         else:
             return StepResult(terminated=True)
         answer = "\n".join(self._format.result.format(part) for part in shown)
-        info = {"tool_calls": self._calls}
+        info = {"tool_calls": self._reports}
         if self._results_as == "inline":
             return StepResult(inline=f"\n{answer}\n", info=info)
         return StepResult([{"role": "user", "content": answer}], info=info)
@@ -153,23 +177,21 @@ class CodeEnv:
         """Run a block and report it: what the model is shown of it."""
         if self._session is None:
             self._session = await self._executor.open(list(self._toolbox.tools), self._call)
-        session = self._session
-        first = len(self._calls)
-        result = await session.run(code.strip("\n"), self._timeout_s)
+        session, self._called = self._session, []
+        result = await session.run(code, self._timeout_s)
         shown = shown_result(result)
-        calls_made, self._calls = self._calls[first:], self._calls[:first]
         kind = _ERROR_KINDS.get(result.status, str(result.status))
         self._report(code, _as_dict(result), kind, shown, result.duration_s)
-        self._calls += calls_made
+        self._reports += self._called
         if not session.is_alive:  # a further block gets a new one
             self._session = None
             await session.close()
         return shown
 
     def _report(self, code: str, result: Any, error: str | None, content: str, duration_s: float) -> None:
-        self._calls.append(
+        self._reports.append(
             {
-                "name": "python",
+                "name": CODE_NAME,
                 "arguments": {"code": code},
                 "result": result,
                 "error": error,
@@ -180,17 +202,51 @@ class CodeEnv:
 
     async def _call(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Answer a function's call from the sandbox. A failure is raised there, as it is told to a model."""
-        tool = self._toolbox.tools.get(name)
-        arguments, problem = tool.named(args, kwargs) if tool is not None else (kwargs, None)
-        report = await self._toolbox.run(name, arguments, ("invalid_arguments", problem) if problem else None)
-        self._calls.append(report)
-        if report["error"] is not None:
-            raise RuntimeError(report["content"].removeprefix("Error: "))
-        try:
-            json.dumps(report["result"])
-        except (TypeError, ValueError):
-            return as_text(report["result"])
-        return report["result"]
+        if len(self._called) >= MAX_CALLS_PER_BLOCK:
+            raise RuntimeError(f"only {MAX_CALLS_PER_BLOCK} calls of functions are answered in one piece of code")
+        left_s = self._tool_timeout_s - sum(report["duration_s"] for report in self._called)
+        arguments, problem = self._toolbox.tools[name].named(args, kwargs)
+        if len(json.dumps(arguments)) > MAX_ARGUMENTS_CHARS:
+            arguments, problem = {}, f"the arguments of {name} are longer than {MAX_ARGUMENTS_CHARS} characters."
+        wrong = ("invalid_arguments", problem) if problem else None
+        report = await self._toolbox.run(name, arguments, max(left_s, 0.001), wrong)
+        self._called.append(report)
+        if report["error"] is None:
+            try:
+                return as_plain_data(report["result"])
+            except ValueError as error:
+                report.update(error="exception", content=f"Error: {name} returned {error}.")
+                logger.warning("The function %s returned %s. Return plain data.", name, error)
+        raise RuntimeError(report["content"].removeprefix("Error: "))
+
+
+@functools.cache
+def _warn_unsaid(words: tuple[str, ...]) -> None:
+    """Once for the same words."""
+    logger.warning(
+        "A prompt with a system message of its own, or a string, does not say %s: the model will not know how to run "
+        "code, or of these functions. Say it there, or leave the system message out.",
+        ", ".join(words),
+    )
+
+
+def as_plain_data(value: Any) -> Any:
+    """What a function returned as JSON has it: numpy's numbers and arrays, sets and dataclasses too.
+
+    Raises:
+        ValueError: it is none. As text it would be another value, silently.
+    """
+    from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+    def convert(other: Any) -> Any:
+        if hasattr(other, "tolist"):
+            return other.tolist()
+        raise ValueError(f"{type(other).__name__}, which is no plain data (numbers, texts, lists, dicts)")
+
+    try:
+        return to_jsonable_python(value, fallback=convert)
+    except (PydanticSerializationError, RecursionError) as error:
+        raise ValueError(f"what is no plain data: {error}") from None
 
 
 def shown_result(result: ExecResult) -> str:

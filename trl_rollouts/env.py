@@ -29,9 +29,9 @@ class StepResult:
 
     messages: list[Message] = field(default_factory=list)
     """The observation, shown to the model before its next turn. Never role "assistant"."""
-    inline: str = ""
-    """In place of messages: text put right behind what the model wrote, within its own turn. Where the model has ended
-    that turn, the episode is over."""
+    inline: str | None = None
+    """In place of messages: text put right behind what the model wrote, within its own turn; with "" it just writes
+    on. Where the model has ended that turn, the episode is over."""
     reward: float = 0.0
     terminated: bool = False
     """The episode is over, by its own rules (Gymnasium's word)."""
@@ -44,7 +44,7 @@ class StepResult:
         self.check_messages()
 
     def check_messages(self) -> None:
-        if not isinstance(self.inline, str) or (self.inline and self.messages):
+        if self.inline is not None and (not isinstance(self.inline, str) or self.messages):
             raise ValueError(f"StepResult.inline is a text, without messages beside it, not {self.inline!r:.200}.")
         if not _are_messages(self.messages):
             raise ValueError(

@@ -173,10 +173,11 @@ async def _turn(
 def _observe(trajectory: Trajectory, step: StepResult, completion: Completion, setting: Setting) -> None:
     """Append the observation whole, with room for a next token, or end here: a part of it would mislead."""
     last_id, tokenizer = completion.token_ids[-1], setting.tokenizer
-    messages = [{"role": "tool", "content": step.inline}] if step.inline else step.messages
+    is_inline = step.inline is not None
+    messages = [{"role": "tool", "content": step.inline}] if is_inline else step.messages
     if not messages:
         raise EnvError("env.step returned no message and did not end the episode, so the model has nothing to answer.")
-    if step.inline and last_id in tokenizer.eos_token_ids:
+    if is_inline and last_id in tokenizer.eos_token_ids:
         trajectory.end(StopReason.TERMINATED)
         return
     if setting.max_result_tokens is not None:
@@ -185,15 +186,16 @@ def _observe(trajectory: Trajectory, step: StepResult, completion: Completion, s
     if num_chars > MAX_CHARS_PER_TOKEN * setting.room(trajectory):  # hopeless, and slow to encode
         trajectory.end(StopReason.LENGTH)
         return
-    if step.inline:
-        bridge = tokenizer.encode_inline(messages[0]["content"])
+    if is_inline:
+        bridge = tokenizer.encode_inline(str(messages[0]["content"]))
     else:
         bridge = tokenizer.bridge(messages, last_id=last_id)
     if setting.room(trajectory) <= len(bridge):
         trajectory.end(StopReason.LENGTH)
         return
     trajectory.append_observation(bridge)
-    trajectory.messages += copy.deepcopy(messages)  # an environment may use its own again
+    if step.inline != "":
+        trajectory.messages += copy.deepcopy(messages)  # an environment may use its own again
 
 
 def _cut(message: Message, tokenizer: ChatTokenizer, max_tokens: int) -> Message:

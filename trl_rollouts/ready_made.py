@@ -1,9 +1,11 @@
 """The rollouts that a user passes to `GRPOTrainer(rollout_func=...)`: one line each, over the same `Rollout`."""
 
+import builtins
+import keyword
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack
 
-from .code import FORMATS, CodeEnv, code_instructions
+from .code import CODE_NAME, FORMATS, CodeEnv, code_instructions
 from .env import EnvFactory
 from .errors import SetupError
 from .options import RolloutOptions, check_names, check_positive
@@ -94,7 +96,7 @@ def code_rollout(
     """A `rollout_func` in which the model writes Python, reads what came of it, and goes on until it answers without.
 
     Variables and files stay from block to block of a trajectory. Every block and every call of a function from it is
-    handed to the reward functions in `tool_calls` (see `CodeEnv`).
+    handed to the reward functions in `tool_calls` (see `trl_rollouts.code.CodeEnv`).
 
     Args:
         executor: where the code runs; a `LocalExecutor()` by default, confined by this machine's kernel. One may be
@@ -102,7 +104,7 @@ def code_rollout(
         tools: functions that the code may call, such as `retrieve`. They run on this side, outside of the sandbox.
         timeout_s: time limit of one block, in seconds. Queueing does not count. A block that overruns is interrupted,
             and the model told; what does not stop then is killed, with its variables.
-        tool_timeout_s: time limit of one call of a function, in seconds; it does not count as the block's time.
+        tool_timeout_s: time limit of all calls of functions by one block, in seconds, beside its own time.
         max_turns: completions of one trajectory.
         max_result_tokens: a turn's result that is longer is shown without its middle; None shows it whole.
         format: "tags", `<code>` and `</code>`, answered by `<result>`; or "fenced", Markdown's "```python".
@@ -120,21 +122,28 @@ def code_rollout(
     """
     own = "executor tools timeout_s tool_timeout_s max_turns max_result_tokens format results_as instructions"
     check_names(options, own.split())
-    if callable(tools):
+    if not isinstance(tools, list | tuple):
         raise SetupError("tools must be a list of functions: code_rollout(tools=[...]).")
     if format not in FORMATS or results_as not in ("inline", "message"):
         raise SetupError(
             f'format must be "tags" or "fenced", and results_as "inline" or "message", not {format!r} and '
             f"{results_as!r}."
         )
-    if executor is not None and not callable(getattr(executor, "open", None)):
+    if executor is not None and (isinstance(executor, type) or not callable(getattr(executor, "open", None))):
         raise SetupError(f"executor must be an Executor, such as LocalExecutor(), not {executor!r}.")
     check_positive("timeout_s", timeout_s)
     check_positive("tool_timeout_s", tool_timeout_s)
     _check_result_tokens(max_result_tokens)
     described, code_format = [Tool(function) for function in tools], FORMATS[format]
-    if wrong := [tool.name for tool in described if not tool.name.isidentifier()]:
-        raise SetupError(f"The code cannot call {wrong}: such a name is no Python identifier. Pass a named function.")
+    names = [tool.name for tool in described]
+    taken = {CODE_NAME, *dir(builtins), *keyword.kwlist}
+    if wrong := [name for name in names if name in taken or not name.isidentifier() or names.count(name) > 1]:
+        raise SetupError(
+            f"The code cannot call functions by the names {wrong}: each must be a Python identifier, no keyword, no "
+            f"builtin, not {CODE_NAME!r}, and different from the others."
+        )
+    if instructions is not None and not isinstance(instructions, str):
+        raise SetupError(f'instructions must be a text, "auto" or None, not {instructions!r}.')
     text = code_instructions(code_format, described) if instructions == "auto" else instructions
     shared = _local() if executor is None else executor
     return Rollout(

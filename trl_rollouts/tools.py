@@ -111,21 +111,22 @@ def _converted(adapter: Any, value: Any) -> Any:
 
 
 class Toolbox:
-    """Functions by name. Runs calls of them, each with a time limit, and reports every one.
+    """Functions by name. Runs calls of them and reports every one.
 
     A report is a dict of `name`, `arguments`, `result` (what the function returned), `error` (None, or one of
     "parse_error", "unknown_tool", "invalid_arguments", "exception", "timeout"), `content` (the answer as text) and
     `duration_s`.
     """
 
-    def __init__(self, tools: Sequence[Tool], timeout_s: float) -> None:
+    def __init__(self, tools: Sequence[Tool]) -> None:
         self.tools = {tool.name: tool for tool in tools}
-        self._timeout_s = timeout_s
 
-    async def run(self, name: str, arguments: Any, problem: tuple[str, str] | None = None) -> dict[str, Any]:
+    async def run(
+        self, name: str, arguments: Any, timeout_s: float, problem: tuple[str, str] | None = None
+    ) -> dict[str, Any]:
         """Call a function. With a `problem`, an error and what it says, it is only reported."""
         started = time.monotonic()
-        result, error, content = (None, *problem) if problem else await self._answer(name, arguments)
+        result, error, content = (None, *problem) if problem else await self._answer(name, arguments, timeout_s)
         return {
             "name": name,
             "arguments": arguments,
@@ -135,7 +136,7 @@ class Toolbox:
             "duration_s": time.monotonic() - started,
         }
 
-    async def _answer(self, name: str, arguments: Any) -> tuple[Any, str | None, str]:
+    async def _answer(self, name: str, arguments: Any, timeout_s: float) -> tuple[Any, str | None, str]:
         """The result, the kind of error, and the text for the model."""
         tool = self.tools.get(name)
         if tool is None:
@@ -146,11 +147,11 @@ class Toolbox:
         task = asyncio.ensure_future(call(tool.function, **bound))
         task.add_done_callback(_forget)
         try:
-            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+            done, _ = await asyncio.wait({task}, timeout=timeout_s)
         finally:
             task.cancel()  # and not waited for: a tool may catch the cancellation and go on
         if not done:
-            return None, "timeout", f"{name} took longer than {self._timeout_s:g} seconds and was given up."
+            return None, "timeout", f"{name} took longer than {timeout_s:.3g} seconds and was given up."
         try:
             result = task.result()
             with exits_as_errors():  # it may run code of the result's
@@ -178,7 +179,7 @@ class ToolEnv:
     """
 
     def __init__(self, tools: Sequence[Tool], *, timeout_s: float, stop_tools: Sequence[str] = ()) -> None:
-        self._toolbox = Toolbox(tools, timeout_s)
+        self._toolbox = Toolbox(tools)
         self._timeout_s = timeout_s
         self._stop_tools = frozenset(stop_tools)
         self.tools = [tool.schema for tool in tools]
@@ -194,7 +195,7 @@ class ToolEnv:
                     f"A row's task has tool_names={names!r:.200}. tool_rollout {problem}; it was given "
                     f"{', '.join(tools)}."
                 )
-            self._toolbox = Toolbox([tools[name] for name in names], self._timeout_s)
+            self._toolbox = Toolbox([tools[name] for name in names])
             self.tools = [tools[name].schema for name in names]
         return prompt
 
@@ -223,7 +224,7 @@ class ToolEnv:
         elif item.get("error") is not None:
             problem = "parse_error", item["error"]
         arguments = read_arguments(item["function"].get("arguments"))
-        return await self._toolbox.run(item["function"]["name"], arguments, problem)
+        return await self._toolbox.run(item["function"]["name"], arguments, self._timeout_s, problem)
 
 
 _MAX_ERROR_CHARS = 500

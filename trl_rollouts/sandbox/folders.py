@@ -1,11 +1,47 @@
-"""Folders that hostile code has filled: how much is in one, and how to remove it."""
+"""Folders that hostile code fills: whose one is, how much is in it, and how to remove it."""
 
+import fcntl
 import itertools
 import os
+import stat
+import tempfile
 import time
 from contextlib import suppress
 
+CANARY = "canary"
+"""The file that is locked; world-readable, and no session must be able to read it."""
+
+_FRESH_S = 60.0
 _MAX_PATH_CHARS = 1024
+
+
+def make_owned(parent: str, prefix: str) -> tuple[str, int]:
+    """A new folder, which is this process's as long as the returned descriptor of its lock is open.
+
+    Folders of processes that were killed before they could remove them are removed.
+    """
+    for name in os.listdir(parent):
+        if name.startswith(prefix):
+            _remove_orphan(os.path.join(parent, name))
+    folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    os.chmod(folder, 0o711)  # sessions of other users pass through
+    lock_fd = os.open(os.path.join(folder, CANARY), os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(lock_fd, fcntl.LOCK_EX)
+    return folder, lock_fd
+
+
+def _remove_orphan(folder: str) -> None:
+    with suppress(OSError):  # no lock in it, or its process lives, or another one removes it
+        found = os.lstat(folder)
+        is_fresh = time.time() < found.st_mtime + _FRESH_S  # not locked yet, or about to remove itself
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or is_fresh:
+            return
+        lock_fd = os.open(os.path.join(folder, CANARY), os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(folder)
+        finally:
+            os.close(lock_fd)
 
 
 def usage(folder: str, *, max_entries: int) -> tuple[int, int]:

@@ -23,6 +23,8 @@ _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # of later ABIs: 16
 _READ = _READ_FILE | _READ_DIR
 _OWN = _READ | _WRITE_FILE | _TRUNCATE | _MAKE_REG | _MAKE_DIR | _MAKE_SYM | _REMOVE_FILE | _REMOVE_DIR | _REFER
 
+_NULL = os.makedev(1, 3)  # /dev/null
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -57,8 +59,7 @@ class Ruleset:
         """
         fd = _call(_CREATE_RULESET, self._attributes, ctypes.c_size_t(len(self._attributes)), ctypes.c_uint32(0))
         for path_fd in self._readable:
-            rights = _READ if stat.S_ISDIR(os.fstat(path_fd).st_mode) else _READ_FILE
-            self._allow(fd, path_fd, rights)
+            self._allow(fd, path_fd, _rights_of(os.fstat(path_fd)))
         self._allow(fd, os.open(own_folder, os.O_PATH | os.O_CLOEXEC), _OWN)
         _call(_RESTRICT_SELF, ctypes.c_int(fd), ctypes.c_uint32(0))
         os.close(fd)
@@ -66,6 +67,12 @@ class Ruleset:
     def _allow(self, ruleset_fd: int, path_fd: int, rights: int) -> None:
         rule = struct.pack("<Qi", rights & self._rights, path_fd)  # packed in the kernel's header as well
         _call(_ADD_RULE, ctypes.c_int(ruleset_fd), ctypes.c_int(_RULE_PATH_BENEATH), rule, ctypes.c_uint32(0))
+
+
+def _rights_of(found: os.stat_result) -> int:
+    if found.st_rdev == _NULL:
+        return _READ_FILE | _WRITE_FILE | _TRUNCATE  # libraries silence themselves with it
+    return _READ if stat.S_ISDIR(found.st_mode) else _READ_FILE
 
 
 def _call(number: int, *arguments: object) -> int:

@@ -155,7 +155,8 @@ class Runner:
 
     def _execute(self, code: str, filename: str) -> Any:
         """The value of the last expression, None where the last statement is none."""
-        linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
+        lines = f"{code}\n".splitlines(keepends=True)  # without its end, a line's ^^^^ are one place off
+        linecache.cache[filename] = (len(code), None, lines, filename)
         tree = ast.parse(code, filename)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, filename, "exec", dont_inherit=True), self._namespace)
@@ -171,7 +172,10 @@ class Runner:
         return function
 
     def _call_host(self, name: str, args: Any, kwargs: Any) -> Any:
-        frame = encode({"call": name, "args": args, "kwargs": kwargs})  # TypeError: not plain data
+        try:
+            frame = encode({"call": name, "args": args, "kwargs": kwargs}, default=_plain)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"{name} takes plain data (numbers, texts, lists, dicts): {error}") from None
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(f"the arguments of {name} have {len(frame)} bytes; {MAX_FRAME_BYTES} can be sent")
         is_main = threading.current_thread() is threading.main_thread()
@@ -208,6 +212,15 @@ def prepare(folder: str) -> None:
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+
+
+def _plain(value: Any) -> Any:
+    """What is nearly plain data, as such: numpy's numbers and arrays, sets, ranges."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset | range):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is none")
 
 
 def _repr(value: Any) -> str:

@@ -12,30 +12,26 @@ import asyncio
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from ..errors import SessionError
 from . import ExecResult, ExecStatus, HostCall
+from .answers import clean, result_of
+from .clock import Clock
 from .folders import remove, usage
-from .runner import MAX_OUTPUT_BYTES, cut
 from .wire import Decoder, WireError, encode
 
 GRACE_S = 0.5
 """Between the interrupt and the end."""
-WATCH_S = 0.05
-"""Between two looks at what a running snippet has written."""
 MAX_FOLDER_BYTES = 100 << 20
 MAX_FOLDER_ENTRIES = 5000
 OPEN_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
+MAX_FREE_CALLS = 1000
+"""Calls of one snippet whose time does not count as its own. Those after them do: each costs the host something."""
 _FEW_ENTRIES = 256
-_MAX_TEXT_CHARS = MAX_OUTPUT_BYTES + 100
-"""The session's own code has cut its texts, and says how much is missing."""
-
-_STATUSES = {str(status) for status in (ExecStatus.OK, ExecStatus.ERROR, ExecStatus.EXIT, ExecStatus.TIMEOUT)}
 _ENDED = "The process ended: a crash in native code, os._exit, or no memory left."
 
 
@@ -92,9 +88,12 @@ class LocalSession:
         """Run a snippet; see `Session`."""
         if not self.is_alive:
             return ExecResult(ExecStatus.DIED, error="The session had ended.")
-        assert not self._is_running, "a session runs one snippet at a time"
+        if self._is_running:
+            raise RuntimeError("A session runs one snippet at a time, and has not ended the one before.")
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            raise ValueError(f"timeout_s must be a positive number, not {timeout_s!r}.")
         self._is_running = True
-        clock = _Clock(self._pidfd, timeout_s)
+        clock = Clock(self._pidfd, timeout_s)
         try:
             return await self._run(code, clock)
         except _OverrunError as reason:
@@ -132,11 +131,12 @@ class LocalSession:
                 await asyncio.to_thread(remove, self._folder)
             self._on_close()
 
-    async def _run(self, code: str, clock: "_Clock") -> ExecResult:
+    async def _run(self, code: str, clock: Clock) -> ExecResult:
         self._refuse_leftovers()
         self._num_snippets += 1
         self._resume()
         await self._send({"code": code, "number": self._num_snippets}, clock)
+        num_calls = 0
         while True:
             frame = await self._receive(clock)
             self._stop()
@@ -144,12 +144,13 @@ class LocalSession:
                 raise WireError("something unasked")
             if "call" in frame:
                 await self._look(clock)  # calls may follow one another too closely for `_receive` to do it
-                with clock.paused():
+                num_calls += 1
+                with clock.paused() if num_calls <= MAX_FREE_CALLS else nullcontext():
                     answer = await self._answer(frame)
                 self._resume()
                 await self._send(answer, clock)
             else:
-                result = _result(frame, self._num_snippets, clock)
+                result = result_of(frame, self._num_snippets, clock)
                 if problem := await self._folder_problem():
                     self._kill()
                     return ExecResult(
@@ -157,7 +158,7 @@ class LocalSession:
                     )
                 return result
 
-    async def _look(self, clock: "_Clock") -> None:
+    async def _look(self, clock: Clock) -> None:
         """Where it is time to: look at the clock and the folder. Interrupt the snippet once its time is over.
 
         Raises:
@@ -204,7 +205,7 @@ class LocalSession:
         if self._call is None or name not in self._functions:
             raise WireError("a call of a function that it was not given")
         try:
-            result = await self._call(*_clean([name, args, kwargs]))
+            result = await self._call(*clean([name, args, kwargs]))
             encode({"result": result})
         except Exception as error:
             return {"error": str(error) or type(error).__name__}
@@ -220,7 +221,7 @@ class LocalSession:
         if unasked is not None or not self._decoder.is_empty:
             raise WireError("something unasked")
 
-    async def _send(self, message: dict[str, Any], clock: "_Clock") -> None:
+    async def _send(self, message: dict[str, Any], clock: Clock) -> None:
         rest = memoryview(encode(message))
         while rest:
             try:
@@ -229,7 +230,7 @@ class LocalSession:
                 await self._look(clock)
                 await asyncio.sleep(0.001)
 
-    async def _receive(self, clock: "_Clock") -> dict[str, Any]:
+    async def _receive(self, clock: Clock) -> dict[str, Any]:
         while (frame := self._decoder.next()) is None:
             await self._look(clock)
             if await self._until_readable(clock.next_look_s()):
@@ -278,106 +279,3 @@ class LocalSession:
 
 class _OverrunError(Exception):
     """The session must end: its snippet is beyond a limit."""
-
-
-class _Clock:
-    """A snippet's own time: the wall's, less what it waited for a processor and for the host's functions."""
-
-    def __init__(self, pidfd: int, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.interrupted_at_s: float | None = None
-        """In the snippet's time."""
-        self._pidfd = pidfd
-        self._pid: int | None = None
-        self._started_at = time.monotonic()
-        self._look_at = self._started_at + min(WATCH_S, timeout_s)
-        self._paused_s = 0.0
-        self._waited_s = self._cpu_s = 0.0
-        """As the kernel counted them at the first look."""
-
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._started_at - self._paused_s
-
-    def next_look_s(self) -> float:
-        """Seconds until somebody must look at what the snippet does; 0 where that is due."""
-        return max(0.0, self._look_at - time.monotonic())
-
-    def looked(self) -> None:
-        rest = self.timeout_s - self.elapsed_s()
-        self._look_at = time.monotonic() + (min(WATCH_S, rest) if rest > 0.001 else WATCH_S / 5)
-
-    def is_over(self) -> bool:
-        """Whether the time limit has passed. With threads, the processor time of them all has a limit, too."""
-        if self._pid is None:
-            self._pid = _pid_of(self._pidfd)
-            self._waited_s, self._cpu_s = _scheduled(self._pid)
-        elapsed_s = self.elapsed_s()
-        if elapsed_s < self.timeout_s:
-            return False
-        waited_s, cpu_s = _scheduled(self._pid)
-        return elapsed_s - (waited_s - self._waited_s) >= self.timeout_s or cpu_s - self._cpu_s >= 2 * self.timeout_s
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        started_at = time.monotonic()
-        yield
-        self._paused_s += time.monotonic() - started_at
-
-
-def _pid_of(pidfd: int) -> int:
-    """As this process's namespace numbers it."""
-    with open(f"/proc/self/fdinfo/{pidfd}") as file:
-        fields = dict(line.split(":\t", 1) for line in file if ":\t" in line)
-    return int(fields["Pid"])
-
-
-def _scheduled(pid: int) -> tuple[float, float]:
-    """Seconds that the process's main thread has waited for a processor, and that all its threads have used one.
-
-    Zeros where the kernel does not say, or the process is gone.
-    """
-    try:
-        with open(f"/proc/{pid}/schedstat") as file:
-            waited_s = int(file.read().split()[1]) / 1e9
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except (OSError, IndexError):
-        return 0.0, 0.0
-    return waited_s, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _result(frame: dict[str, Any], number: int, clock: _Clock) -> ExecResult:
-    status, stdout, stderr = frame.get("status"), frame.get("stdout"), frame.get("stderr")
-    value, error = frame.get("value"), frame.get("error")
-    if frame.get("number") != number:  # the true answer to a snippet that had forged one
-        raise WireError("an answer to another snippet")
-    if (
-        not (isinstance(status, str) and status in _STATUSES)
-        or (status == ExecStatus.TIMEOUT and clock.interrupted_at_s is None)
-        or not (isinstance(stdout, str) and isinstance(stderr, str))
-        or not (isinstance(value, str | None) and isinstance(error, str | None))
-    ):
-        raise WireError("an answer that is none")
-    if status == ExecStatus.TIMEOUT:
-        error = f"The time limit of {clock.timeout_s:g} s passed and the code was interrupted."
-    return ExecResult(
-        ExecStatus(str(status)),
-        _text(stdout),
-        _text(stderr),
-        None if value is None else _text(value),
-        None if error is None else _text(error),
-        duration_s=clock.elapsed_s(),
-    )
-
-
-def _text(text: str) -> str:
-    return str(_clean(cut(text, _MAX_TEXT_CHARS)))
-
-
-def _clean(value: Any) -> Any:
-    """The value with every text in it valid Unicode."""
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode(errors="replace").decode()
-    if isinstance(value, list):
-        return [_clean(item) for item in value]
-    return {_clean(key): _clean(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -7,6 +7,7 @@ of a surrogate pair.
 
 import json
 import struct
+from collections.abc import Callable
 from typing import Any
 
 MAX_FRAME_BYTES = 1 << 20
@@ -19,13 +20,13 @@ class WireError(Exception):
     """The other end does not keep to the protocol."""
 
 
-def encode(message: dict[str, Any]) -> bytes:
-    """The message as a frame.
+def encode(message: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
+    """The message as a frame. `default` makes plain data of what JSON does not know, as for `json.dumps`.
 
     Raises:
         TypeError, ValueError: it holds what JSON cannot.
     """
-    body = json.dumps(message).encode()
+    body = json.dumps(message, default=default).encode()
     return _LENGTH.pack(len(body)) + body
 
 
