@@ -1667,9 +1667,9 @@ ATTACKS = [
         "call",
         r"""
             import decimal
-            for value in (float('nan'), float('-inf'), '\ud800\x00', 10 ** 4000, {1: 2, None: 3}, {'a': '\udfff'}):
+            for value in (float('-inf'), '\ud800\x00', 10 ** 4000, {1: 2, None: 3}, {'a': '\udfff'}, {1, 2}):
                 host_echo(value, key=value)
-            for value in (b'x', object(), 1j, decimal.Decimal(1), {(1, 2): 3}, {1, 2}, lambda: 1):
+            for value in (b'x', object(), 1j, decimal.Decimal(1), {(1, 2): 3}, lambda: 1):
                 try: host_echo(value)
                 except TypeError: continue
                 print(('ESC'+'APED'), value)
