@@ -88,7 +88,7 @@ def _refusal(name: str) -> str:
     tokenizer = chat(name)
     for what, prove in {
         "refused: shows no tools": lambda: tokenizer.prompt(conversation("user", 0), [MULTIPLY]),
-        "refused: shows no answers": tokenizer.prove_tool_answers,
+        "refused: shows no answers": lambda: tokenizer.prove_answers("tool"),
         "refused: unknown calls": lambda: find_format(tokenizer),
     }.items():
         try:

@@ -1,5 +1,8 @@
 """Code that the model writes, from its completion to the row: in a real sandbox, with scripted completions."""
 
+import asyncio
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,8 +24,6 @@ Roll = Callable[..., dict[str, Any]]
 def executor() -> Iterator[LocalExecutor]:
     shared = LocalExecutor(modules=[])
     yield shared
-    import asyncio
-
     asyncio.run(shared.close())
 
 
@@ -168,8 +169,6 @@ def test_a_functions_failure_is_an_exception_in_the_code(roll: Roll, code: str, 
 
 
 def test_a_function_that_hangs_is_given_up_and_does_not_use_up_the_blocks_time(roll: Roll) -> None:
-    import asyncio
-
     async def wait() -> str:
         """Wait."""
         await asyncio.sleep(60)
@@ -276,8 +275,17 @@ def test_tags_enclose_code(text: str, blocks: list[str]) -> None:
         ("```python\na\n```\nand\n```Python\nb\n```\n", ["a", "b"]),
         ("```json\n{}\n```\n```python\na\n```\n", ["a"]),
         ("```\nplain\n```\n```python\na\n```\n", ["a"]),
-        ("```python\r\na\r\n```\r\n", ["a\r"]),
+        ("```python\r\na\r\nb\r\n```\r\n", ["a\r\nb"]),
+        ("Here: ```python\na\n```\nand\n```python\nb\n```\n", ["a", "b"]),
+        ("```python3\na\n```\n", ["a"]),
+        ("``` python\na\n```\n", ["a"]),
+        ("```python title=x\na\n```\n", ["a"]),
+        ("  ```python\n  a\n  ```\n", ["a"]),
+        ("````python\n```\n````", ["```"]),
+        ("~~~python\na\n~~~", ["a"]),
+        ("```\nleft open\n\n```python\na\n```\n", ["a"]),
         ("say ```python``` inline", []),
+        ("```pythonic\na\n```", []),
         ("```python\nprint('```')\n```\n", ["print('```')"]),
     ],
 )
@@ -337,8 +345,6 @@ def test_a_block_that_calls_a_function_for_ever_is_stopped(roll: Roll) -> None:
 def test_the_functions_of_a_block_share_one_time_limit(roll: Roll) -> None:
     async def wait() -> None:
         """Wait."""
-        import asyncio
-
         await asyncio.sleep(0.4)
 
     row = roll(["<code>for _ in range(3): wait()</code>", "."], tools=[wait], tool_timeout_s=1.0)
@@ -380,3 +386,54 @@ def test_arguments_that_are_no_data_are_an_error_of_one_line(roll: Roll) -> None
 def test_a_system_message_that_hides_the_format_is_warned_of(roll: Roll, caplog: pytest.LogCaptureFixture) -> None:
     roll(["."], prompt=[{"role": "system", "content": "Be nice."}, *QUESTION], tools=[retrieve])
     assert "does not say <code>, retrieve" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text", ["`" * 100_000, "~" * 100_000, "```python " * 9_000, "<code>" * 9_000, "\n```x" * 9_000]
+)
+@pytest.mark.parametrize("name", ["tags", "fenced"])
+def test_no_text_takes_long_to_read(name: str, text: str) -> None:
+    started = time.process_time()
+    FORMATS[name].blocks(text)
+    FORMATS[name].problem(text)
+    assert time.process_time() - started < 1.0
+
+
+def test_code_that_spells_the_end_of_thoughts_is_run_as_it_was_written(roll: Roll) -> None:
+    assert contents(roll(["<code>s = '</think>'; s</code>", "."]))[3] == "<result>\n'</think>'\n</result>"
+
+
+def test_an_answer_without_code_is_read_without_its_thoughts(roll: Roll) -> None:
+    row = roll(["<think>6 times 7</think>42"])
+    assert (row["transcript"][-1]["content"], row["transcript"][-1]["reasoning_content"]) == ("42", "6 times 7")
+
+
+def test_results_that_no_template_can_show_are_refused_before_anything_is_sampled(roll: Roll) -> None:
+    bare = byte_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(SetupError, match='results_as="inline"'):
+        roll(["<code>1</code>", "."], prompt="Question: ", tokenizer=bare)
+
+
+def test_a_given_executor_outlives_the_rollouts_that_share_it(roll: Roll, executor: LocalExecutor) -> None:
+    for _ in range(2):
+        assert contents(roll(["<code>1</code>", "."]))[3] == "<result>\n1\n</result>"
+    assert executor._server is not None
+    assert executor._server.is_alive
+
+
+def test_more_blocks_than_are_run_are_told(roll: Roll) -> None:
+    ids = TOKENIZER("<code>1</code>" * 9)["input_ids"]
+    row = roll([Reply(ids, finish_reason="stop"), "."])
+    assert contents(row)[3].count("\n1\n") == 8
+    assert "only the first 8 pieces of code of a turn are run" in contents(row)[3]
+
+
+def test_a_trajectory_that_runs_out_of_time_ends_its_session(executor: LocalExecutor) -> None:
+    client = ScriptedClient(["<code>1</code>", "<code>while True: pass</code>"], tokenizer=TOKENIZER)
+    rollout = code_rollout(executor, client=client, timeout_s=60.0, trajectory_timeout_s=1.0)
+    batch = rollout([QUESTION], fake_trainer(TOKENIZER, max_completion_length=1000))
+    rollout.close()
+    assert (batch["stop_reason"], batch["num_turns"]) == (["timeout"], [1])
+    assert executor._server is not None
+    assert not [name for name in os.listdir(executor._server._base) if name.startswith("session")]

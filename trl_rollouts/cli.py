@@ -133,9 +133,9 @@ def sandbox(host: str, port: int, token_file: Path | None) -> int:
 
     async def serve_until_ended() -> None:
         executor = LocalExecutor()
+        await (await executor.open()).close()  # refuse now rather than at the first snippet
         try:
             async with serve_executor(executor, token=token, host=host, port=port) as base_url:
-                await (await executor.open()).close()  # refuse now rather than at the first snippet
                 shown = repr(token) if token_file is None else f"<what {token_file} holds>"
                 _say(f"code is confined by {executor.isolation}; pass HttpExecutor({base_url!r}, token={shown})")
                 await asyncio.Event().wait()

@@ -12,11 +12,12 @@ import json
 import logging
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .env import StepResult
+from .parsing.formats import PLAIN
 from .sandbox import ExecResult, ExecStatus, Executor, Session
 from .tools import Tool, Toolbox
 from .trajectory import Message
@@ -44,27 +45,52 @@ class CodeFormat:
     closing: str
     stop: str
     """Ends a completion."""
-    block: re.Pattern[str]
-    """Matches a whole block; its group "code" is what is run."""
+    find: Callable[[str], list[str]]
+    """The code between marks, in order."""
     begun: re.Pattern[str]
-    """Matches the mark of a block that has no end, in what is left without the whole ones."""
+    """Matches a mark, in a turn without a whole block."""
     result: str
     """With `{}` for the text."""
 
     def blocks(self, text: str) -> list[str]:
-        """The code of each block, in order, as it is run: without an indentation or a fence around all of it."""
-        found = [code for match in self.block.finditer(text) if (code := match["code"]) is not None]
-        return [textwrap.dedent(_FENCE.sub(r"\1", code)).strip("\n") for code in found]
+        """The code of each block, as it is run: without an indentation or a fence around all of it."""
+        return [textwrap.dedent(_FENCED.sub(r"\1", code)).strip("\r\n") for code in self.find(text)]
 
     def problem(self, text: str) -> str | None:
         """What is wrong with a turn that was meant to have a block, and has none."""
-        rest = self.block.sub("", text)
-        if self.begun.search(rest) is None:
+        if self.begun.search(text) is None:
             return None
         return f"the code is not between {self.opening} and {self.closing}, so it was not run."
 
 
-_FENCE = re.compile(r"\A\s*```(?:python|py)?[ \t\r]*\n(.*?)```\s*\Z", re.DOTALL | re.IGNORECASE)
+def _between_tags(text: str) -> list[str]:
+    """Of two opening tags before a closing one, the first is prose."""
+    return re.findall(r"<code>((?:(?!<code>).)*?)</code>", text, re.DOTALL)
+
+
+def _between_fences(text: str) -> list[str]:
+    """Python's blocks of Markdown. Those of other languages are passed over: their end is no beginning."""
+    blocks: list[str] = []
+    lines: list[str] | None = None
+    fence = ""
+    for line in text.splitlines(keepends=True):
+        bare = line.strip()
+        if fence and len(bare) >= len(fence) and not bare.strip(fence[0]):
+            blocks += ["".join(lines)] if lines is not None else []
+            lines, fence = None, ""
+        elif lines is not None:
+            lines.append(line)
+        elif match := _PYTHON_FENCE.search(line):
+            lines, fence = [], match[1]
+        elif not fence and (match := _ANY_FENCE.match(line)):
+            fence = match[1]
+    return blocks
+
+
+# A run of backticks is entered once, at its beginning, and never given back: a long one takes linear time.
+_PYTHON_FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+(?:python\d?|py)\b(?![^\n]*[`~])", re.IGNORECASE)
+_ANY_FENCE = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)(?![^\n]*`)")
+_FENCED = re.compile(r"\A\s*```(?:python|py)?[ \t\r]*\n(.*?)```\s*\Z", re.DOTALL | re.IGNORECASE)
 """What chat models put around code out of habit."""
 
 FORMATS = {
@@ -72,7 +98,7 @@ FORMATS = {
         opening="<code>",
         closing="</code>",
         stop="</code>",
-        block=re.compile(r"<code>(?P<code>(?:(?!<code>).)*?)</code>", re.DOTALL),
+        find=_between_tags,
         begun=re.compile(r"</?code>"),
         result="<result>\n{}\n</result>",
     ),
@@ -80,12 +106,8 @@ FORMATS = {
         opening="```python",
         closing="```",
         stop="\n```\n",
-        # Fences of other languages are matched as well, and have no code: their end is no beginning.
-        block=re.compile(
-            r"^```(?:(?:python|py)[ \t\r]*\n(?P<code>.*?)|(?!(?:python|py)[ \t\r]*$)[^\n]*\n.*?)^```[ \t\r]*$",
-            re.DOTALL | re.MULTILINE | re.IGNORECASE,
-        ),
-        begun=re.compile(r"^```(?:python|py)[ \t\r]*$", re.MULTILINE | re.IGNORECASE),
+        find=_between_fences,
+        begun=_PYTHON_FENCE,
         result="```output\n{}\n```",
     ),
 }
@@ -131,7 +153,7 @@ class CodeEnv:
         self._timeout_s = timeout_s
         self._tool_timeout_s = tool_timeout_s
         self._format = code_format
-        self._results_as = results_as
+        self.answer_role = "user" if results_as == "message" else None
         self._instructions = instructions
         self._session: Session | None = None
         self._reports: list[dict[str, Any]] = []
@@ -151,7 +173,7 @@ class CodeEnv:
 
     async def step(self, action: Message) -> StepResult:
         self._reports = []
-        text = "\n".join(part for part in (action.get("reasoning_content"), action["content"]) if part)
+        text = action["content"]
         if blocks := self._format.blocks(text):
             shown = [await self._run(code) for code in blocks[:MAX_BLOCKS_PER_TURN]]
             if len(blocks) > MAX_BLOCKS_PER_TURN:
@@ -165,7 +187,7 @@ class CodeEnv:
             return StepResult(terminated=True)
         answer = "\n".join(self._format.result.format(part) for part in shown)
         info = {"tool_calls": self._reports}
-        if self._results_as == "inline":
+        if self.answer_role is None:
             return StepResult(inline=f"\n{answer}\n", info=info)
         return StepResult([{"role": "user", "content": answer}], info=info)
 
@@ -247,6 +269,16 @@ def as_plain_data(value: Any) -> Any:
         return to_jsonable_python(value, fallback=convert)
     except (PydanticSerializationError, RecursionError) as error:
         raise ValueError(f"what is no plain data: {error}") from None
+
+
+def code_parser(code_format: CodeFormat) -> Callable[[str], Message]:
+    """A parser that leaves turns with code as they were written, thoughts and all: code may hold their marks."""
+
+    def parse(text: str) -> Message:
+        has_code = code_format.begun.search(text) is not None
+        return {"role": "assistant", "content": text} if has_code else PLAIN.parse(text, {})
+
+    return parse
 
 
 def shown_result(result: ExecResult) -> str:

@@ -29,9 +29,6 @@ class StepResult:
 
     messages: list[Message] = field(default_factory=list)
     """The observation, shown to the model before its next turn. Never role "assistant"."""
-    inline: str | None = None
-    """In place of messages: text put right behind what the model wrote, within its own turn; with "" it just writes
-    on. Where the model has ended that turn, the episode is over."""
     reward: float = 0.0
     terminated: bool = False
     """The episode is over, by its own rules (Gymnasium's word)."""
@@ -39,6 +36,9 @@ class StepResult:
     """The episode is cut short by a limit outside its rules (Gymnasium's word)."""
     info: dict[str, Any] = field(default_factory=dict)
     """Anything worth keeping. `info["tool_calls"]`, a list, is collected into the reward functions' `tool_calls`."""
+    inline: str | None = None
+    """In place of messages: text put right behind what the model wrote, within its own turn; with "" it just writes
+    on. Where the model has ended that turn, the episode is over."""
 
     def __post_init__(self) -> None:
         self.check_messages()
@@ -58,8 +58,9 @@ class StepResult:
 class Env(Protocol):
     """One episode. Each method sync or async.
 
-    An environment may also have an attribute `tools`, read after `reset`: JSON schemas of functions that the chat
-    template shows to the model.
+    An environment may also have attributes, read after `reset`: `tools`, JSON schemas of functions that the chat
+    template shows to the model; and `answer_role`, the role of its observations, for which the template is then
+    proved before anything is sampled ("tool" where it has tools; None: not at all).
     """
 
     def reset(self, prompt: list[Message]) -> Any:

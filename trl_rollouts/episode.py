@@ -137,8 +137,9 @@ async def _begin(trajectory: Trajectory, env: Env, worker: Worker, prompt: Promp
     trajectory.prompt_ids = setting.tokenizer.prompt(prompt if isinstance(prompt, str) else messages, tools)
     trajectory.messages = [plain(message) for message in messages]
     check_room(trajectory.prompt_ids, setting.client.max_model_len)
-    if tools and setting.max_turns > 1:
-        setting.tokenizer.prove_tool_answers()
+    role = getattr(env, "answer_role", "tool" if tools else None)  # optional, too
+    if role is not None and setting.max_turns > 1:
+        setting.tokenizer.prove_answers(role)
     return tools
 
 

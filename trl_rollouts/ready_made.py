@@ -5,7 +5,7 @@ import keyword
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack
 
-from .code import CODE_NAME, FORMATS, CodeEnv, code_instructions
+from .code import CODE_NAME, FORMATS, CodeEnv, code_instructions, code_parser
 from .env import EnvFactory
 from .errors import SetupError
 from .options import RolloutOptions, check_names, check_positive
@@ -146,6 +146,7 @@ def code_rollout(
         raise SetupError(f'instructions must be a text, "auto" or None, not {instructions!r}.')
     text = code_instructions(code_format, described) if instructions == "auto" else instructions
     shared = _local() if executor is None else executor
+    options.setdefault("parser", code_parser(code_format))
     return Rollout(
         lambda: CodeEnv(
             shared,

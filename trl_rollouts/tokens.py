@@ -217,17 +217,25 @@ class ChatTokenizer:
         """The ids that lead from a completion to the model's next turn; see `Bridge.ids`."""
         return self._bridge.ids(observation, last_id=last_id)
 
-    def prove_tool_answers(self) -> None:
-        """Raises `SetupError` where a tool's answer cannot be shown.
+    def prove_answers(self, role: str) -> None:
+        """Raises `SetupError` where an answer of that role ("tool", "user") cannot be shown.
 
-        Found out row by row, it would mask the rows that call a tool and train the others: calls would be unlearned.
+        Found out row by row, it would mask the rows that call a tool or write code and train the others: both would
+        be unlearned.
         """
+        answer = {"role": role, "content": "."}
+        if role == "tool":
+            answer |= {"tool_call_id": "call00000", "name": "tool"}
         try:
-            self._bridge.prove([{"role": "tool", "tool_call_id": "call00000", "name": "tool", "content": "."}])
+            self._bridge.prove([answer])
         except TemplateError as cause:
+            way_out = (
+                "With max_turns=1 calls are run and none is answered."
+                if role == "tool"
+                else 'code_rollout(results_as="inline") needs no template.'
+            )
             raise SetupError(
-                f"A tool's answer cannot be shown to the model. {cause} With max_turns=1 calls are run and none is "
-                "answered."
+                f"An answer of the role {role!r} cannot be shown to the model. {cause} {way_out}"
             ) from cause
 
     def render(

@@ -62,12 +62,12 @@ class Tool:
         try:
             return self._signature.bind_partial(*args, **kwargs).arguments, None
         except TypeError as error:
-            return {}, f"{self.name}{self._signature}: {error}."
+            return {"*": list(args), **kwargs}, f"{self.name}{self._signature}: {error}."
 
     @property
     def description(self) -> str:
         """The function in one line, as its caller in Python sees it."""
-        return f"{self.name}{self._signature}: {self.schema['function']['description']}"
+        return f"{self.name}{self._signature}: {' '.join(self.schema['function']['description'].split())}"
 
     def bind(self, arguments: Any) -> tuple[dict[str, Any], str | None]:
         """The arguments as the function takes them, converted where nothing is lost, or what is wrong with them."""
@@ -196,7 +196,7 @@ class ToolEnv:
                     f"{', '.join(tools)}."
                 )
             self._toolbox = Toolbox([tools[name] for name in names])
-            self.tools = [tools[name].schema for name in names]
+            self.tools = [tool.schema for tool in self._toolbox.tools.values()]
         return prompt
 
     async def step(self, action: Message) -> StepResult:

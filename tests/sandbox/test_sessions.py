@@ -3,12 +3,18 @@
 import asyncio
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import processes_of
 
+from trl_rollouts import SandboxError
 from trl_rollouts.sandbox import ExecStatus, Session
 from trl_rollouts.sandbox.local import LocalExecutor
 
@@ -135,3 +141,78 @@ def test_bubblewraps_fork_server_outlives_the_thread_that_started_it() -> None:
         thread.join()
     asyncio.run(executor.close())
     assert servers[0] is servers[1] is servers[2]
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_nothing_is_left_of_bubblewraps_processes(tmp_path: Path) -> None:
+    async def use() -> None:
+        executor = LocalExecutor(modules=[], bubblewrap=True, folder=tmp_path)
+        sessions = [await executor.open() for _ in range(2)]
+        await asyncio.gather(*(session.run("1", 10.0) for session in sessions))
+        await executor.close()
+
+    asyncio.run(use())
+    deadline = time.monotonic() + 10.0
+    while processes_of(str(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_many_first_sessions_start_one_fork_server(runner: asyncio.Runner, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="trl_rollouts")
+
+    async def open_all() -> None:
+        executor = LocalExecutor(modules=[])
+        await asyncio.gather(*(executor.open() for _ in range(64)))
+        await executor.close()
+
+    runner.run(open_all())
+    assert caplog.text.count("is confined by") == 1
+
+
+def test_a_fork_server_that_cannot_start_is_tried_once_by_all_who_wait(runner: asyncio.Runner) -> None:
+    starts = []
+
+    def wrapper(command: list[str], base: str) -> list[str]:
+        starts.append(base)
+        time.sleep(0.3)
+        return ["/bin/false"]
+
+    async def open_all() -> list[BaseException | object]:
+        executor = LocalExecutor(modules=[])
+        executor._wrapper = wrapper
+        return await asyncio.gather(*(executor.open() for _ in range(16)), return_exceptions=True)
+
+    assert all(isinstance(outcome, SandboxError) for outcome in runner.run(open_all()))
+    assert len(starts) == 1
+    assert not os.path.exists(starts[0])
+
+
+def test_a_forked_child_of_a_trainer_that_was_killed_keeps_no_session(tmp_path: Path) -> None:
+    script = """
+import asyncio, os, sys, time
+from trl_rollouts.sandbox.local import LocalExecutor
+
+async def main():
+    session = await LocalExecutor(modules=[], folder=sys.argv[1]).open()
+    running = asyncio.create_task(session.run("while True: pass", 600.0))
+    await asyncio.sleep(0.3)
+    if os.fork() == 0:  # as a DataLoader's worker
+        time.sleep(60)
+        os._exit(0)
+    print("ready", flush=True)
+    await running
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as host:
+        assert host.stdout is not None
+        assert host.stdout.readline() == b"ready\n"
+        child = int(Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()[-1])
+        host.kill()
+        deadline = time.monotonic() + 10.0
+        while list(tmp_path.iterdir()):
+            assert time.monotonic() < deadline, "the sessions go on"
+            time.sleep(0.05)
+        os.kill(child, signal.SIGKILL)

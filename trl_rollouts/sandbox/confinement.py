@@ -111,7 +111,7 @@ def _drop_capabilities() -> None:
 
 
 def prefer_to_be_killed() -> None:
-    """Where memory runs out, let the kernel end this process and not the trainer."""
+    """Where memory runs out, let the kernel end this process, or one that it forks, and not the trainer."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 

@@ -44,6 +44,7 @@ class DistantSession:
         self._closing: asyncio.Future[dict[str, Any]] | None = None
         self._lost: SessionError | None = None
         self._is_running = False
+        self.loop = asyncio.get_running_loop()
         self.is_alive = False
 
     async def open(self, functions: Sequence[str]) -> None:

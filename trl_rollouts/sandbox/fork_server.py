@@ -28,7 +28,10 @@ from .folders import CANARY, make_owned, remove
 from .session import LocalSession
 
 START_TIMEOUT_S = 120.0
-_FIRST_UID, _NUM_UIDS = 60_000, 4_000
+_MAX_SESSIONS = 2_000
+_FIRST_UIDS = 0x7000_0000, 60_000
+"""Of a range that is each process's own, above all that systemd assigns; and of one for user namespaces, which have no
+uid above 65535 and where the ranges of processes may overlap."""
 _WANTED_DESCRIPTORS = 65_536
 _uids_in_use = set[int | None]()
 """By the sessions of all executors of this process."""
@@ -37,7 +40,7 @@ _choosing_uid = threading.Lock()
 Wrapper = Callable[[list[str], str], list[str]]
 """Takes the fork server's command and its folder, and returns the command to start in its place."""
 
-_BOOT = "import sys; sys.path.append({root!r}); from trl_rollouts.sandbox.zygote import main; main()"
+_BOOT = "import sys; sys.path.insert(0, {root!r}); from trl_rollouts.sandbox.zygote import main; main()"
 
 
 class ForkServer:
@@ -54,7 +57,6 @@ class ForkServer:
         self.canary = os.path.join(self._base, CANARY)
         self._log = os.path.join(self._base, "log")
         self._numbers = itertools.count()
-        self._first_uid = _FIRST_UID + os.getpid() * 61 % (_NUM_UIDS // 2)
         try:
             self._control, self._process = self._start(modules, max_memory_bytes, wrapper)
         except BaseException:
@@ -66,10 +68,10 @@ class ForkServer:
         self.missing: dict[str, str] = report["missing"]
         self.landlock_abi: int = report["landlock_abi"]
         self.has_namespaces = report["pid_namespace"] != os.readlink("/proc/self/ns/pid")
-        self._own_uid: bool = report["own_uid"]
+        self._first_uid: int | None = report["first_uid"]
         self.user = (
             "a user of its own"
-            if self._own_uid
+            if self._first_uid is not None
             else "the same user"
             if report["threads"]
             else "root without capabilities and threads (another user could not read Python's files)"
@@ -80,22 +82,27 @@ class ForkServer:
         self, modules: list[str], max_memory_bytes: int, wrapper: Wrapper | None
     ) -> tuple[socket.socket, "subprocess.Popen[bytes]"]:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        host_pidfd = os.pidfd_open(os.getpid())
         config = {
             "control_fd": theirs.fileno(),
+            "host_pidfd": host_pidfd,
             "modules": modules,
             "site_packages": _site_packages(),
             "max_memory_bytes": max_memory_bytes,
-            "first_uid": self._first_uid,
+            "first_uids": [
+                _FIRST_UIDS[0] + os.getpid() % 0x1_0000 * 0x1000,
+                _FIRST_UIDS[1] + os.getpid() * 61 % _MAX_SESSIONS,
+            ],
             "base": self._base,
         }
         root = str(Path(__file__).parents[2])
         command = [sys.executable, "-I", "-c", _BOOT.format(root=root), json.dumps(config)]
         if wrapper is not None:
             command = wrapper(command, self._base)
-        with theirs, open(self._log, "wb") as log:
+        with theirs, open(self._log, "wb") as log, os.fdopen(host_pidfd):
             process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), host_pidfd],
                 env={"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
                 cwd=self._base,
                 stdin=subprocess.DEVNULL,
@@ -122,11 +129,14 @@ class ForkServer:
         return report
 
     def _last_words(self) -> str:
-        return Path(self._log).read_text(errors="replace").strip()[-2000:] or f"no answer in {START_TIMEOUT_S:g} s"
+        with suppress(OSError):  # closed meanwhile
+            if words := Path(self._log).read_text(errors="replace").strip()[-2000:]:
+                return words
+        return f"no answer in {START_TIMEOUT_S:g} s"
 
     async def open(self, functions: Sequence[str], call: HostCall | None) -> LocalSession:
         folder = os.path.join(self._base, f"session-{next(self._numbers)}")
-        uid = self._free_uid() if self._own_uid else None
+        uid = self._free_uid(self._first_uid) if self._first_uid is not None else None
         try:
             os.mkdir(folder, 0o700)
             if uid is not None:
@@ -161,13 +171,13 @@ class ForkServer:
     def _give_back(self, uid: int | None) -> None:
         _uids_in_use.discard(uid)
 
-    def _free_uid(self) -> int:
+    def _free_uid(self, first: int) -> int:
         with _choosing_uid:
-            for uid in range(self._first_uid, self._first_uid + _NUM_UIDS // 2):
+            for uid in range(first, first + _MAX_SESSIONS):
                 if uid not in _uids_in_use:
                     _uids_in_use.add(uid)
                     return uid
-        raise SessionError(f"More than {_NUM_UIDS // 2} sessions are open at a time.")
+        raise SessionError(f"More than {_MAX_SESSIONS} sessions are open at a time.")
 
 
 def _end(pid: int, control: socket.socket, process: "subprocess.Popen[bytes]", base: str, lock_fd: int) -> None:
@@ -211,7 +221,7 @@ def bubblewrapped(command: list[str], base: str) -> list[str]:
         raise SandboxError("bubblewrap=True needs bubblewrap (Debian: apt-get install bubblewrap).")
     if os.geteuid() == 0:
         options = ["--unshare-ipc", "--unshare-net", "--unshare-pid", "--unshare-uts", "--cap-drop", "ALL"]
-        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_CHOWN", "CAP_DAC_OVERRIDE"):
+        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL", "CAP_CHOWN", "CAP_DAC_OVERRIDE"):
             options += ["--cap-add", capability]
     else:
         options = ["--unshare-all"]

@@ -14,6 +14,7 @@ with TLS in front. Nothing is sent twice: a request that fails has lost its sess
 
 import asyncio
 import hmac
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -26,6 +27,8 @@ from .exchange import Desk, DistantSession
 
 MAX_REQUEST_BYTES = 64 << 20
 CONNECT_TIMEOUT_S = 10.0
+SHORT_TIMEOUT_S = 120.0
+"""For opening a session, with the start of what serves it, and for closing one."""
 _WHAT = ("open", "run", "answer", "close")
 
 
@@ -53,7 +56,8 @@ class HttpExecutor:
 
     async def close(self) -> None:
         """End all sessions that were opened here, in this event loop. The server goes on."""
-        await asyncio.gather(*(session.close() for session in list(self._open)))
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(session.close() for session in list(self._open) if session.loop is loop))
 
 
 class _Line:
@@ -61,17 +65,22 @@ class _Line:
 
     def __init__(self, base_url: str, headers: dict[str, str]) -> None:
         self._base_url = base_url
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        self._http = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        self._http = aiohttp.ClientSession(headers=headers)
 
     async def carry(self, id_: str, what: str, request: str) -> str:
         """A request to the server; see `exchange.Carry`."""
         url = f"{self._base_url}/sessions/{id_}/{what}"
-        failure = SandboxError if what == "open" else SessionError
+        # What runs takes as long as it takes; the rest does not.
+        timeout = aiohttp.ClientTimeout(
+            total=SHORT_TIMEOUT_S if what in ("open", "close") else None, sock_connect=CONNECT_TIMEOUT_S
+        )
         try:
-            async with self._http.post(url, data=request, headers={"Content-Type": "application/json"}) as response:
+            async with self._http.post(
+                url, data=request, headers={"Content-Type": "application/json"}, timeout=timeout
+            ) as response:
                 text = await response.text()
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: closed meanwhile
+            failure = SandboxError if isinstance(error, aiohttp.ClientConnectorError) else SessionError
             raise failure(
                 f"The sandbox at {self._base_url} cannot be reached ({type(error).__name__}: {error}). Check that it "
                 "is served there; a session that was open is lost."
@@ -80,6 +89,7 @@ class _Line:
             if what == "close":
                 await self.close()
         if response.status != 200:
+            failure = SandboxError if response.status in (401, 403, 404) else SessionError
             raise failure(f"{url} answered {response.status}: {text:.500}")
         return text
 
@@ -114,7 +124,8 @@ async def serve_executor(
     try:
         site = web.TCPSite(runner, host, port)
         await site.start()
-        yield f"http://{host}:{runner.addresses[0][1]}"
+        reached_at = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
+        yield f"http://{f'[{reached_at}]' if ':' in reached_at else reached_at}:{runner.addresses[0][1]}"
     finally:
         closing_idle.cancel()
         await server.desk.close()  # ends what handlers wait for

@@ -94,15 +94,16 @@ class LocalExecutor:
         self._allow_missing = frozenset(allow_missing)
         self._server: ForkServer | None = None
         self._lock = threading.Lock()
+        self._num_starts = 0
+        self._failure: SandboxError | None = None
+        """Of the last start."""
         self.isolation: Isolation | None = None
 
     async def open(self, functions: Sequence[str] = (), call: HostCall | None = None) -> Session:
         """A new session, in a few milliseconds; the first one waits for the modules' import. See `Executor`."""
         server = self._server
-        if server is None or not server.is_alive or self.isolation is None:
-            server = await asyncio.to_thread(self._started)
-            if self.isolation is None:
-                await self._find_out(server)
+        if server is None or not server.is_alive:
+            server = await asyncio.to_thread(self._started, self._num_starts)
         return await server.open(functions, call)
 
     async def close(self) -> None:
@@ -111,15 +112,40 @@ class LocalExecutor:
         if server is not None:
             await asyncio.to_thread(server.close)
 
-    def _started(self) -> ForkServer:
+    def _started(self, num_starts: int) -> ForkServer:
+        """The fork server, started and tried out by the first who needs it. Who waits meanwhile shares the outcome.
+
+        Args:
+            num_starts: how often one had been started when the caller found none.
+        """
         with self._lock:
-            if self._server is None or not self._server.is_alive:
-                if self._server is not None:
-                    logger.warning("The fork server of the sandbox had ended; it is started again.")
-                    self._server.close()
-                self.isolation = None
-                self._server = ForkServer(self._modules, self._max_memory_bytes, self._folder, self._wrapper)
+            if self._server is not None and self._server.is_alive:
+                return self._server
+            if self._failure is not None and self._num_starts > num_starts:
+                raise type(self._failure)(str(self._failure)) from self._failure
+            if self._server is not None:
+                logger.warning("The fork server of the sandbox had ended; it is started again.")
+                self._server.close()
+            self._num_starts += 1
+            self._server, self._failure = None, None
+            try:
+                self._server = self._start()
+            except SandboxError as error:
+                self._failure = error
+                raise
             return self._server
+
+    def _start(self) -> ForkServer:
+        try:
+            server = ForkServer(self._modules, self._max_memory_bytes, self._folder, self._wrapper)
+        except OSError as error:
+            raise SandboxError(f"The sandbox's fork server cannot be started: {error}") from error
+        try:
+            asyncio.run(self._find_out(server))
+        except BaseException:
+            server.close()
+            raise
+        return server
 
     async def _find_out(self, server: ForkServer) -> None:
         """What holds a session here; refuse where that is less than must be.
@@ -143,8 +169,8 @@ class LocalExecutor:
         if refused := [name for name in missing if name not in self._allow_missing]:
             raise SandboxError(
                 f"This machine lacks {' and '.join(refused)} to confine model-written code (it has: {isolation}). "
-                "docs/security.md says which kernels and containers have them. Run the code elsewhere (RayExecutor, a "
-                f"virtual machine), or accept it with LocalExecutor(allow_missing={refused})."
+                "docs/security.md says which kernels and containers have them. Run the code on another machine "
+                f"(HttpExecutor, RayExecutor), or accept it with LocalExecutor(allow_missing={refused})."
             )
         level = logging.WARNING if missing else logging.INFO
         logger.log(level, "Model-written code is confined by %s.", isolation)

@@ -123,8 +123,9 @@ class LocalSession:
                 raise SessionError(f"A sandboxed process did not end within {CLOSE_TIMEOUT_S:g} s of being killed.")
         finally:
             self._channel.close()
-            if self._pidfd >= 0:
-                os.close(self._pidfd)
+            pidfd, self._pidfd = self._pidfd, -1  # its number will be another's
+            if pidfd >= 0:
+                os.close(pidfd)
             try:
                 os.rmdir(self._folder)
             except OSError:
@@ -147,6 +148,8 @@ class LocalSession:
                 num_calls += 1
                 with clock.paused() if num_calls <= MAX_FREE_CALLS else nullcontext():
                     answer = await self._answer(frame)
+                if self._is_closed:
+                    raise EOFError
                 self._resume()
                 await self._send(answer, clock)
             else:

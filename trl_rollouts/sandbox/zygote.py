@@ -32,6 +32,7 @@ from .runner import Runner, prepare
 from .wire import encode
 
 _READABLE = ("/usr/lib", "/lib", "/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+_CAP_KILL = 5
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
@@ -40,11 +41,13 @@ class Config:
     """What the host asks of its fork server, as JSON on the command line."""
 
     control_fd: int
+    host_pidfd: int
+    """The control socket alone does not tell its end: a process that the host forked has a copy."""
     modules: list[str]
     site_packages: list[str]
     max_memory_bytes: int
-    first_uid: int
-    """Of the users to become where this one is root."""
+    first_uids: list[int]
+    """Of the users to become where this one is root; the first range of which one can be."""
     base: str
     """Holds the sessions' folders."""
 
@@ -54,6 +57,7 @@ def main() -> NoReturn:
     config = Config(**json.loads(sys.argv[1]))
     control = socket.socket(fileno=config.control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prefer_to_be_killed()
     try:
         folders = library_folders(config.site_packages)
         # Isolated mode leaves out the user's own (`pip install --user`), and what PYTHONPATH says.
@@ -72,7 +76,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     gc.collect()
     gc.freeze()  # a collection in a session would copy every page that it looks at
-    _serve(control, layers, config.base)
+    _serve(control, layers, config)
 
 
 def library_folders(site_packages: Sequence[str]) -> list[str]:
@@ -91,8 +95,10 @@ def _is_inside(path: str, folder: str) -> bool:
 def _layers(config: Config, readable: list[str]) -> tuple[Layers, dict[str, Any]]:
     """What sessions are confined with here, and what there is to say about it."""
     missing: dict[str, str] = {}
-    own_uid = os.geteuid() == 0 and bool(_in_child(lambda: _can_be(config.first_uid, readable)))
-    shares_root = os.geteuid() == 0 and not own_uid
+    is_root = os.geteuid() == 0
+    uids = [uid for uid in config.first_uids if _in_child(partial(_can_be, uid, readable))] if _may_kill() else []
+    first_uid = uids[0] if is_root and uids else None
+    shares_root = is_root and first_uid is None
     ruleset = program = None
     abi = landlock.abi_version()
     if abi >= 1:
@@ -108,7 +114,7 @@ def _layers(config: Config, readable: list[str]) -> tuple[Layers, dict[str, Any]
         program=program,
         has_limits=True,
         max_memory_bytes=config.max_memory_bytes,
-        max_tasks=MAX_THREADS if own_uid else int(_in_child(num_tasks_of_user) or 0) + 8 * MAX_THREADS,
+        max_tasks=MAX_THREADS if first_uid is not None else int(_in_child(num_tasks_of_user) or 0) + 8 * MAX_THREADS,
     )
     missing |= _refused(layers, config.base)
     layers = dataclasses.replace(
@@ -119,7 +125,7 @@ def _layers(config: Config, readable: list[str]) -> tuple[Layers, dict[str, Any]
     )
     return layers, {
         "landlock_abi": abi,
-        "own_uid": own_uid,
+        "first_uid": first_uid,
         "threads": not shares_root,
         "missing": missing,
         "pid_namespace": os.readlink("/proc/self/ns/pid"),
@@ -150,6 +156,13 @@ def _refused(layers: Layers, folder: str) -> dict[str, str]:
     }
 
 
+def _may_kill() -> bool:
+    """Whether the end of this process would end sessions of other users: the signal needs CAP_KILL."""
+    with open("/proc/self/status") as file:
+        effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    return bool(effective >> _CAP_KILL & 1)
+
+
 def _can_be(uid: int, readable: list[str]) -> str:
     """Whether that user could read the libraries, empty if not: Python may be installed under /root."""
     try:
@@ -177,12 +190,14 @@ def _in_child(function: Callable[[], object]) -> str:
     return answer.decode(errors="replace")
 
 
-def _serve(control: socket.socket, layers: Layers, base: str) -> NoReturn:
+def _serve(control: socket.socket, layers: Layers, config: Config) -> NoReturn:
     while True:
-        message, fds, _, _ = socket.recv_fds(control, 1 << 16, 1)
+        ready, _, _ = select.select([control.fileno(), config.host_pidfd], [], [])
+        is_asked = control.fileno() in ready
+        message, fds = socket.recv_fds(control, 1 << 16, 1)[:2] if is_asked else (b"", [])
         if not fds:
             if not message:  # the host is gone without a word, and nobody else removes its folders
-                _remove_after_end(base)
+                _remove_after_end(config.base)
             os._exit(0)
         channel = socket.socket(fileno=fds[0])
         try:
@@ -222,7 +237,6 @@ def _become_session(channel: socket.socket, request: dict[str, Any], layers: Lay
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(null, fd)
-        prefer_to_be_killed()
         prepare(request["folder"])
         confine(layers, folder=request["folder"], uid=request["uid"], parent=parent)
         os.dup2(channel.detach(), 3)
