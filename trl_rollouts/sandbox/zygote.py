@@ -58,6 +58,8 @@ def main() -> NoReturn:
     control = socket.socket(fileno=config.control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prefer_to_be_killed()
+    os.environ.clear()
+    os.environ.update(LANG="C.UTF-8", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
     try:
         folders = library_folders(config.site_packages)
         # Isolated mode leaves out the user's own (`pip install --user`), and what PYTHONPATH says.
