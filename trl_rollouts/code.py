@@ -88,8 +88,8 @@ def _between_fences(text: str) -> list[str]:
 
 
 # A run of backticks is entered once, at its beginning, and never given back: a long one takes linear time.
-_PYTHON_FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+(?:python\d?|py)\b(?![^\n]*[`~])", re.IGNORECASE)
-_ANY_FENCE = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)(?![^\n]*`)")
+_PYTHON_FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+(?:python\d?|py)\b(?![^\n`~]*[`~])", re.IGNORECASE)
+_ANY_FENCE = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)(?![^\n`]*`)")
 _FENCED = re.compile(r"\A\s*```(?:python|py)?[ \t\r]*\n(.*?)```\s*\Z", re.DOTALL | re.IGNORECASE)
 """What chat models put around code out of habit."""
 

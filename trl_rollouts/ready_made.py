@@ -135,13 +135,7 @@ def code_rollout(
     check_positive("tool_timeout_s", tool_timeout_s)
     _check_result_tokens(max_result_tokens)
     described, code_format = [Tool(function) for function in tools], FORMATS[format]
-    names = [tool.name for tool in described]
-    taken = {CODE_NAME, *dir(builtins), *keyword.kwlist}
-    if wrong := [name for name in names if name in taken or not name.isidentifier() or names.count(name) > 1]:
-        raise SetupError(
-            f"The code cannot call functions by the names {wrong}: each must be a Python identifier, no keyword, no "
-            f"builtin, not {CODE_NAME!r}, and different from the others."
-        )
+    _check_callable([tool.name for tool in described])
     if instructions is not None and not isinstance(instructions, str):
         raise SetupError(f'instructions must be a text, "auto" or None, not {instructions!r}.')
     text = code_instructions(code_format, described) if instructions == "auto" else instructions
@@ -163,6 +157,15 @@ def code_rollout(
         cleanups=[shared.close] if executor is None else (),
         **options,
     )
+
+
+def _check_callable(names: list[str]) -> None:
+    taken = {CODE_NAME, *dir(builtins), *keyword.kwlist}
+    if wrong := [name for name in names if name in taken or not name.isidentifier() or names.count(name) > 1]:
+        raise SetupError(
+            f"The code cannot call functions by the names {wrong}: each must be a Python identifier, no keyword, no "
+            f"builtin, not {CODE_NAME!r}, and different from the others."
+        )
 
 
 def _local() -> Executor:

@@ -16,8 +16,8 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,26 +82,23 @@ class ForkServer:
         self, modules: list[str], max_memory_bytes: int, wrapper: Wrapper | None
     ) -> tuple[socket.socket, "subprocess.Popen[bytes]"]:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        host_pidfd = os.pidfd_open(os.getpid())
-        config = {
-            "control_fd": theirs.fileno(),
-            "host_pidfd": host_pidfd,
-            "modules": modules,
-            "site_packages": _site_packages(),
-            "max_memory_bytes": max_memory_bytes,
-            "first_uids": [
-                _FIRST_UIDS[0] + os.getpid() % 0x1_0000 * 0x1000,
-                _FIRST_UIDS[1] + os.getpid() * 61 % _MAX_SESSIONS,
-            ],
-            "base": self._base,
-        }
-        root = str(Path(__file__).parents[2])
-        command = [sys.executable, "-I", "-c", _BOOT.format(root=root), json.dumps(config)]
-        if wrapper is not None:
-            command = wrapper(command, self._base)
-        with theirs, open(self._log, "wb") as log, os.fdopen(host_pidfd):
+        with theirs, _own_pidfd() as host_pidfd, open(self._log, "wb") as log:
+            config = {
+                "control_fd": theirs.fileno(),
+                "host_pidfd": host_pidfd,
+                "modules": modules,
+                "site_packages": _site_packages(),
+                "max_memory_bytes": max_memory_bytes,
+                "first_uids": [
+                    _FIRST_UIDS[0] + os.getpid() % 0x1_0000 * 0x1000,
+                    _FIRST_UIDS[1] + os.getpid() * 61 % _MAX_SESSIONS,
+                ],
+                "base": self._base,
+            }
+            root = str(Path(__file__).parents[2])
+            command = [sys.executable, "-I", "-c", _BOOT.format(root=root), json.dumps(config)]
             process = subprocess.Popen(
-                command,
+                command if wrapper is None else wrapper(command, self._base),
                 pass_fds=[theirs.fileno(), host_pidfd],
                 env={"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
                 cwd=self._base,
@@ -178,6 +175,16 @@ class ForkServer:
                     _uids_in_use.add(uid)
                     return uid
         raise SessionError(f"More than {_MAX_SESSIONS} sessions are open at a time.")
+
+
+@contextmanager
+def _own_pidfd() -> Iterator[int]:
+    """By which others see this process end."""
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
 
 
 def _end(pid: int, control: socket.socket, process: "subprocess.Popen[bytes]", base: str, lock_fd: int) -> None:
