@@ -25,7 +25,7 @@ TOKENIZERS_DIR := .cache/tokenizers
 FAMILIES := $(TOKENIZERS_DIR)/.fetched-$(TOKENIZERS_VERSION)
 ASSETS := $(SMOLLM2)/model.safetensors $(TRL_OLD_DIR)/trl/__init__.py
 
-.PHONY: help setup demo test test-fast check compatibility format bench clean
+.PHONY: help setup demo test test-fast check compatibility security format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,9 @@ check: $(SETUP) ## lint, format, types, and whether docs/compatibility.md is sta
 
 compatibility: setup $(FAMILIES) ## write docs/compatibility.md (a minute)
 	PYTHONPATH=tests $(BIN)/python docs/make_compatibility.py
+
+security: $(SETUP) ## write the table of docs/security.md: what does harm where a layer is missing
+	PYTHONPATH=tests/sandbox $(BIN)/python docs/make_security_table.py
 
 format: $(SETUP) ## mend what `check` finds in lint and format
 	$(BIN)/ruff check --fix .
