@@ -10,7 +10,20 @@ import pytest
 import trl_rollouts
 
 PACKAGE = Path(trl_rollouts.__file__).parent
-HEAVY = {"torch", "trl", "vllm", "transformers", "datasets", "accelerate", "aiohttp", "requests", "pydantic", "ray"}
+HEAVY = {
+    "torch",
+    "trl",
+    "vllm",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "aiohttp",
+    "requests",
+    "pydantic",
+    "ray",
+    "gymnasium",
+    "reasoning_gym",
+}
 
 # From what all build on to what builds on all; a module imports only from groups before its own, or its own.
 LAYERS = [
@@ -21,7 +34,7 @@ LAYERS = [
     {"tools", "weights", "episode", "trainer"},
     {"code"},
     {"options", "rollout"},
-    {"ready_made", "doctor"},
+    {"ready_made", "doctor", "envs"},
     {"__init__", "cli", "testing"},
 ]
 

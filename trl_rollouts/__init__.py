@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .clients import Client, connect
     from .env import Env, StepResult, with_task
+    from .envs.gymnasium import gymnasium_env
+    from .envs.reasoning_gym import reasoning_gym_dataset, reasoning_gym_env
+    from .envs.trl_environment import trl_environment
     from .errors import (
         EnvError,
         PromptTooLongError,
@@ -45,6 +48,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "clients": ("Client", "connect"),
     "env": ("Env", "StepResult", "with_task"),
+    "envs.gymnasium": ("gymnasium_env",),
+    "envs.reasoning_gym": ("reasoning_gym_dataset", "reasoning_gym_env"),
+    "envs.trl_environment": ("trl_environment",),
     "errors": (
         "EnvError",
         "PromptTooLongError",
@@ -82,6 +88,10 @@ __all__ = [  # noqa: RUF022 (in the order of a first reading; a test holds that 
     "RolloutOptions",
     "env_reward",
     "with_task",
+    "trl_environment",
+    "gymnasium_env",
+    "reasoning_gym_env",
+    "reasoning_gym_dataset",
     "Env",
     "StepResult",
     "Message",

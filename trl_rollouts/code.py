@@ -28,7 +28,7 @@ MAX_STDERR_LINES = 10
 MAX_BLOCKS_PER_TURN = 8
 MAX_CALLS_PER_BLOCK = 32
 MAX_ARGUMENTS_CHARS = 64 << 10
-"""Of one call, as JSON. They are kept for the reward functions, and code can make many."""
+"""Of all calls of a block, as JSON. They are kept for the reward functions."""
 
 CODE_NAME = "python"
 """By which blocks are reported beside functions."""
@@ -73,7 +73,7 @@ def _between_fences(text: str) -> list[str]:
     blocks: list[str] = []
     lines: list[str] | None = None
     fence = ""
-    for line in text.splitlines(keepends=True):
+    for line in re.findall(r"[^\n]*\n|[^\n]+", text):  # `splitlines` knows ends of lines that Markdown does not
         bare = line.strip()
         if fence and len(bare) >= len(fence) and not bare.strip(fence[0]):
             blocks += ["".join(lines)] if lines is not None else []
@@ -160,6 +160,8 @@ class CodeEnv:
         """Of the turn."""
         self._called: list[dict[str, Any]] = []
         """Of functions by the block that runs."""
+        self._num_argument_chars = 0
+        """Of these."""
 
     async def reset(self, prompt: list[Message]) -> list[Message]:
         if self._instructions is None:
@@ -199,7 +201,7 @@ class CodeEnv:
         """Run a block and report it: what the model is shown of it."""
         if self._session is None:
             self._session = await self._executor.open(list(self._toolbox.tools), self._call)
-        session, self._called = self._session, []
+        session, self._called, self._num_argument_chars = self._session, [], 0
         result = await session.run(code, self._timeout_s)
         shown = shown_result(result)
         kind = _ERROR_KINDS.get(result.status, str(result.status))
@@ -228,8 +230,12 @@ class CodeEnv:
             raise RuntimeError(f"only {MAX_CALLS_PER_BLOCK} calls of functions are answered in one piece of code")
         left_s = self._tool_timeout_s - sum(report["duration_s"] for report in self._called)
         arguments, problem = self._toolbox.tools[name].named(args, kwargs)
-        if len(json.dumps(arguments)) > MAX_ARGUMENTS_CHARS:
-            arguments, problem = {}, f"the arguments of {name} are longer than {MAX_ARGUMENTS_CHARS} characters."
+        self._num_argument_chars += len(json.dumps(arguments))
+        if self._num_argument_chars > MAX_ARGUMENTS_CHARS:
+            arguments, problem = (
+                {},
+                f"the arguments in one piece of code are longer than {MAX_ARGUMENTS_CHARS} characters.",
+            )
         wrong = ("invalid_arguments", problem) if problem else None
         report = await self._toolbox.run(name, arguments, max(left_s, 0.001), wrong)
         self._called.append(report)

@@ -2322,6 +2322,74 @@ ATTACKS = [
         must="no socket is turned into another",
         expect=["ok", "died"],
     ),
+    attack(
+        "out_of_band",
+        "proto",
+        """
+            import socket
+            channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=3)
+            try: channel.send(b'x', socket.MSG_OOB); print(('ESC'+'APED'))
+            except OSError: pass
+            try: channel.sendmsg([b'x'], [], socket.MSG_OOB); print(('ESC'+'APED'))
+            except OSError: pass
+            channel.detach()
+        """,
+        must="nothing out of band reaches the host",
+        expect=["ok"],
+    ),
+    attack(
+        "descriptor_tables_of_its_own",
+        "mem",
+        """
+            import ctypes
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.syscall(436, 60, 61, 2) == 0: print(('ESC'+'APED'))
+            if libc.syscall(56, 0x10000 | 0x800 | 0x100, 0, 0, 0, 0) > 0: print(('ESC'+'APED'))
+        """,
+        must="all threads share one table of descriptors (CLOSE_RANGE_UNSHARE, clone without CLONE_FILES)",
+        expect=["ok"],
+    ),
+    attack(
+        "socket_options",
+        "kernel",
+        """
+            import socket
+            channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=3)
+            for option, value in ((7, 1 << 30), (26, b''), (50, b'')):
+                try: channel.setsockopt(1, option, value); print(('ESC'+'APED'), option)
+                except OSError: pass
+            try: channel.getsockopt(1, 77, 4); print(('ESC'+'APED'))
+            except OSError: pass
+            channel.detach()
+        """,
+        must="no buffer grows, no filter is attached, and no pidfd of the host is given (SO_PEERPIDFD)",
+        expect=["ok"],
+    ),
+    attack(
+        "whiteout",
+        "fs",
+        """
+            import ctypes, os, stat
+            open('a', 'w').close()
+            ctypes.CDLL(None).syscall(316, -100, b'a', -100, b'b', 4)
+            if any(stat.S_ISCHR(os.lstat(name).st_mode) for name in os.listdir('.')): print(('ESC'+'APED'))
+        """,
+        must="no device node by RENAME_WHITEOUT",
+        expect=["ok"],
+    ),
+    attack(
+        "who_is_there",
+        "secret",
+        """
+            import os
+            for pid in range(1, 3000):
+                try: os.getpgid(pid)
+                except OSError: continue
+                print(('ESC'+'APED'), pid); break
+        """,
+        must="no list of the machine's processes",
+        expect=["ok"],
+    ),
     # ------------------------------------------------------------ what must go on working
     attack(
         "files_of_many_kinds",

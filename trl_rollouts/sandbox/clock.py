@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 WATCH_S = 0.05
 """Between two looks at what a running snippet has written."""
@@ -37,14 +37,24 @@ class Clock:
 
     def is_over(self) -> bool:
         """Whether the time limit has passed. With threads, the processor time of them all has a limit, too."""
-        if self._pid is None:
-            self._pid = _pid_of(self._pidfd)
-            self._waited_s, self._cpu_s = _scheduled(self._pid)
+        pid = self._find_process()
         elapsed_s = self.elapsed_s()
         if elapsed_s < self.timeout_s:
             return False
-        waited_s, cpu_s = _scheduled(self._pid)
+        waited_s, cpu_s = _scheduled(pid)
         return elapsed_s - (waited_s - self._waited_s) >= self.timeout_s or cpu_s - self._cpu_s >= 2 * self.timeout_s
+
+    def num_threads(self) -> int:
+        """Of the process, 0 where it is gone. RLIMIT_NPROC bounds them only for all sessions of a user together."""
+        with suppress(OSError), open(f"/proc/{self._find_process()}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[17])
+        return 0
+
+    def _find_process(self) -> int:
+        if self._pid is None:
+            self._pid = _pid_of(self._pidfd)
+            self._waited_s, self._cpu_s = _scheduled(self._pid)
+        return self._pid
 
     @contextmanager
     def paused(self) -> Iterator[None]:

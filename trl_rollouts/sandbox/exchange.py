@@ -126,6 +126,7 @@ class Desk:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._conversations: dict[str, _Conversation] = {}
+        self._opened: deque[str] = deque(maxlen=4096)
         self._abandoned: deque[str] = deque(maxlen=4096)
         """Ids whose end was asked for before they were open: what waited for them was cancelled."""
 
@@ -156,6 +157,9 @@ class Desk:
         return await (conversation.run(**request) if what == "run" else conversation.answer(**request))
 
     async def _open(self, id_: str, functions: list[str], can_call: bool) -> dict[str, Any]:
+        if id_ in self._opened:
+            raise SessionError("A session with this id has been opened before.")
+        self._opened.append(id_)
         conversation = _Conversation()
         session = await self._executor.open(functions, conversation.call if can_call else None)
         if id_ in self._abandoned:

@@ -6,7 +6,9 @@ import os
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from uuid import uuid4
 
 CANARY = "canary"
 """The file that is locked; world-readable, and no session must be able to read it."""
@@ -75,35 +77,50 @@ def usage(folder: str, *, max_entries: int) -> tuple[int, int]:
 def remove(folder: str) -> None:
     """Remove `folder` and all below it, where it exists. Follows no link, at any depth.
 
-    A folder in it is moved up beside it first, so that no path becomes too long and nothing recurses. A process that
-    is being killed may still write a last file.
+    A folder deep in it is moved up first, so that no path becomes too long and nothing recurses. A process that is
+    being killed may still write a last file. The lock goes last: what could not be removed is still an orphan's.
 
     Raises:
         OSError: it could not be removed, or is still written to.
     """
     if os.path.islink(folder):
         os.unlink(folder)
-    numbers, patience = itertools.count(), 100
+    moved, patience = (os.path.join(folder, f"{uuid4().hex}-{number}") for number in itertools.count()), 100
     pending = [folder] if os.path.exists(folder) else []
     while pending:
         current = pending.pop()
-        os.chmod(current, 0o700)
-        with os.scandir(current) as entries:
-            for entry in list(entries):
-                if entry.is_dir(follow_symlinks=False):
-                    with suppress(OSError):  # an empty one
-                        os.rmdir(entry.path)
-                        continue
-                    os.chmod(entry.path, 0o700)  # moving a folder writes its ".."
-                    moved = f"{folder}.{next(numbers)}"
-                    os.rename(entry.path, moved)
-                    pending.append(moved)
-                else:
-                    os.unlink(entry.path)
+        is_top = current == folder
+        pending += _emptied(current, None if is_top else moved)
+        if is_top and pending:
+            pending.insert(0, folder)
+            continue
         try:
+            if is_top:
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, CANARY))
             os.rmdir(current)
         except OSError:
             if (patience := patience - 1) < 0:
                 raise
             time.sleep(0.01)
             pending.append(current)
+
+
+def _emptied(folder: str, moved: Iterator[str] | None) -> list[str]:
+    """Remove the files in `folder`, and return its folders that are not empty, moved to the names if there are any."""
+    left = []
+    os.chmod(folder, 0o700)
+    with os.scandir(folder) as entries:
+        for entry in list(entries):
+            if not entry.is_dir(follow_symlinks=False):
+                if moved is not None or entry.name != CANARY:
+                    os.unlink(entry.path)
+                continue
+            with suppress(OSError):  # an empty one
+                os.rmdir(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)  # moving a folder writes its ".."
+            left.append(entry.path if moved is None else next(moved))
+            if moved is not None:
+                os.rename(entry.path, left[-1])
+    return left

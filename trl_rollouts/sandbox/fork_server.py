@@ -228,7 +228,15 @@ def bubblewrapped(command: list[str], base: str) -> list[str]:
         raise SandboxError("bubblewrap=True needs bubblewrap (Debian: apt-get install bubblewrap).")
     if os.geteuid() == 0:
         options = ["--unshare-ipc", "--unshare-net", "--unshare-pid", "--unshare-uts", "--cap-drop", "ALL"]
-        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL", "CAP_CHOWN", "CAP_DAC_OVERRIDE"):
+        for capability in (
+            "CAP_SETUID",
+            "CAP_SETGID",
+            "CAP_SETPCAP",
+            "CAP_KILL",
+            "CAP_FOWNER",
+            "CAP_CHOWN",
+            "CAP_DAC_OVERRIDE",
+        ):
             options += ["--cap-add", capability]
     else:
         options = ["--unshare-all"]

@@ -80,7 +80,8 @@ class _Line:
             ) as response:
                 text = await response.text()
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: closed meanwhile
-            failure = SandboxError if isinstance(error, aiohttp.ClientConnectorError) else SessionError
+            is_absent = what == "open" and isinstance(error, aiohttp.ClientConnectorError)
+            failure = SandboxError if is_absent else SessionError
             raise failure(
                 f"The sandbox at {self._base_url} cannot be reached ({type(error).__name__}: {error}). Check that it "
                 "is served there; a session that was open is lost."
@@ -89,7 +90,8 @@ class _Line:
             if what == "close":
                 await self.close()
         if response.status != 200:
-            failure = SandboxError if response.status in (401, 403, 404) else SessionError
+            is_refused = what == "open" and response.status in (401, 403, 404)
+            failure = SandboxError if is_refused else SessionError
             raise failure(f"{url} answered {response.status}: {text:.500}")
         return text
 
@@ -148,7 +150,7 @@ class _Server:
             raise web.HTTPNotFound(text=f"{what!r} is none of {', '.join(_WHAT)}")
         self._in_flight[id_] = self._in_flight.get(id_, 0) + 1
         try:
-            answer = await self.desk.ask(id_, what, await request.text())
+            answer = await self.desk.ask(id_, what, (await request.read()).decode(errors="replace"))
         finally:
             if what == "close":
                 self._forget(id_)

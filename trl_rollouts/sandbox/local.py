@@ -108,9 +108,13 @@ class LocalExecutor:
 
     async def close(self) -> None:
         """End all sessions and the fork server."""
-        server, self._server, self.isolation = self._server, None, None
-        if server is not None:
-            await asyncio.to_thread(server.close)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        with self._lock:  # one that is being started ends as well
+            server, self._server, self.isolation = self._server, None, None
+            if server is not None:
+                server.close()
 
     def _started(self, num_starts: int) -> ForkServer:
         """The fork server, started and tried out by the first who needs it. Who waits meanwhile shares the outcome.

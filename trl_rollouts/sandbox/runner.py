@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from .wire import MAX_FRAME_BYTES, Decoder, encode
+from .wire import MAX_CALL_BYTES, Decoder, encode
 
 MAX_OUTPUT_BYTES = 32 << 10
 """Of each of stdout, stderr, value and error: a longer one is sent without its middle."""
@@ -176,8 +176,8 @@ class Runner:
             frame = encode({"call": name, "args": args, "kwargs": kwargs}, default=_plain)
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"{name} takes plain data (numbers, texts, lists, dicts): {error}") from None
-        if len(frame) > MAX_FRAME_BYTES:
-            raise ValueError(f"the arguments of {name} have {len(frame)} bytes; {MAX_FRAME_BYTES} can be sent")
+        if len(frame) > MAX_CALL_BYTES:
+            raise ValueError(f"the arguments of {name} have {len(frame)} bytes; {MAX_CALL_BYTES} can be sent")
         is_main = threading.current_thread() is threading.main_thread()
         with self._using_channel:
             if is_main:  # half a frame would be garbage

@@ -25,20 +25,19 @@ from contextlib import suppress
 from typing import Any
 
 _ALLOWED = """
-read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 close close_range stat fstat lstat newfstatat
+read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 close stat fstat lstat newfstatat
 fstatat64 statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getcwd chdir fchdir getdents getdents64
 lseek _llseek dup dup2 dup3 pipe pipe2 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait
 epoll_pwait epoll_pwait2 eventfd eventfd2 timerfd_create timerfd_settime timerfd_gettime mkdir mkdirat rmdir unlink
-unlinkat rename renameat renameat2 symlink symlinkat ftruncate fsync fdatasync sync_file_range flock
+unlinkat rename renameat symlink symlinkat ftruncate fsync fdatasync sync_file_range flock
 copy_file_range sendfile umask fadvise64 readahead mmap mmap2 munmap mprotect mremap madvise brk msync mincore futex
 futex_waitv set_robust_list get_robust_list rseq set_tid_address arch_prctl sched_yield sched_getaffinity
 sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min getpid gettid getppid getuid geteuid
-getgid getegid getresuid getresgid getgroups getpgrp getpgid getsid getpriority uname sysinfo times getrusage getrlimit
+getgid getegid getresuid getresgid getgroups getpgrp getpriority uname sysinfo times getrusage getrlimit
 ugetrlimit clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time getitimer setitimer alarm
 pause rt_sigaction rt_sigprocmask rt_sigreturn
 sigreturn rt_sigsuspend rt_sigpending rt_sigtimedwait sigaltstack getrandom exit exit_group restart_syscall wait4
-waitid sendto recvfrom sendmsg recvmsg shutdown getsockopt setsockopt getsockname getpeername membarrier getcpu
-get_mempolicy
+waitid recvfrom recvmsg shutdown getsockname getpeername membarrier getcpu get_mempolicy
 """.split()
 
 _PRETENDED = "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat".split()
@@ -49,24 +48,26 @@ fremovexattr fallocate
 """.split()
 
 _DENIED = """
-truncate fork vfork execve execveat socket connect bind listen accept accept4 kill tkill tgkill rt_sigqueueinfo
-rt_tgsigqueueinfo pidfd_send_signal pidfd_open pidfd_getfd ptrace process_vm_readv process_vm_writev kcmp link linkat
-mknod mknodat mount umount2 move_mount fsopen fsconfig fsmount fspick open_tree mount_setattr pivot_root chroot unshare
-setns setuid setgid setreuid setregid setresuid setresgid setgroups setfsuid setfsgid capset setrlimit setpriority
-sched_setaffinity sched_setscheduler sched_setparam sched_setattr ioprio_set setpgid setsid sethostname setdomainname
-shmget shmat shmctl shmdt semget semop semctl semtimedop msgget msgsnd msgrcv msgctl mq_open mq_unlink mq_notify
-memfd_create mlock mlock2 mlockall munlockall bpf perf_event_open userfaultfd keyctl add_key request_key init_module
-finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff syslog acct quotactl quotactl_fd
-settimeofday clock_settime clock_adjtime adjtimex iopl ioperm modify_ldt personality vhangup name_to_handle_at
-open_by_handle_at fanotify_init fanotify_mark inotify_init inotify_init1 inotify_add_watch move_pages migrate_pages
-mbind set_mempolicy lookup_dcookie seccomp pkey_mprotect remap_file_pages signalfd signalfd4 vmsplice splice tee sync
-syncfs io_uring_setup io_uring_enter io_uring_register timer_create
+truncate fork vfork execve execveat setsockopt socket connect bind listen accept accept4 kill tkill tgkill
+rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal pidfd_open pidfd_getfd ptrace process_vm_readv process_vm_writev
+kcmp link linkat mknod mknodat mount umount2 move_mount fsopen fsconfig fsmount fspick open_tree mount_setattr
+pivot_root chroot unshare setns setuid setgid setreuid setregid setresuid setresgid setgroups setfsuid setfsgid capset
+setrlimit setpriority sched_setaffinity sched_setscheduler sched_setparam sched_setattr ioprio_set setpgid setsid
+sethostname setdomainname shmget shmat shmctl shmdt semget semop semctl semtimedop msgget msgsnd msgrcv msgctl mq_open
+mq_unlink mq_notify memfd_create mlock mlock2 mlockall munlockall bpf perf_event_open userfaultfd keyctl add_key
+request_key init_module finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff syslog acct
+quotactl quotactl_fd settimeofday clock_settime clock_adjtime adjtimex iopl ioperm modify_ldt personality vhangup
+name_to_handle_at open_by_handle_at fanotify_init fanotify_mark inotify_init inotify_init1 inotify_add_watch move_pages
+migrate_pages mbind set_mempolicy lookup_dcookie seccomp pkey_mprotect remap_file_pages signalfd signalfd4 vmsplice
+splice tee sync syncfs io_uring_setup io_uring_enter io_uring_register timer_create
 """.split()
 
 _FCNTL = [*range(8), 36, 37, 38, *range(1030, 1035)]  # no F_SETOWN, F_SETSIG, F_NOTIFY: they signal other processes
 _IOCTL = [termios.TCGETS, termios.TIOCGWINSZ, termios.FIONREAD, termios.FIONBIO, termios.FIONCLEX, termios.FIOCLEX]
 _PRCTL = [15, 16, 0x53564D41]  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
-_CLONE_THREAD = 0x10000
+_SOCKET_OPTIONS = [3, 4, 38, 39]  # SO_TYPE, SO_ERROR, SO_PROTOCOL, SO_DOMAIN: of others, one gives a pidfd
+_CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
+_MSG_OOB, _RENAME_WHITEOUT, _CLOSE_RANGE_UNSHARE = 1, 4, 2
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -113,7 +114,19 @@ def _add_conditional(add: Callable[..., None], allow_threads: bool) -> None:
         for mask, value in ((os.O_ACCMODE, os.O_WRONLY), (os.O_ACCMODE, os.O_RDWR), (os.O_ACCMODE | os.O_TRUNC, 0)):
             add(ALLOW, name, Arg(index, MASKED_EQ, mask, value))
     if allow_threads:
-        add(ALLOW, "clone", Arg(0, MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD))
+        shared = _CLONE_THREAD | _CLONE_FILES  # or each thread would have as many descriptors as the limit
+        add(ALLOW, "clone", Arg(0, MASKED_EQ, shared, shared))
+    for name, index, flag in (
+        ("close_range", 2, _CLOSE_RANGE_UNSHARE),
+        ("sendto", 3, _MSG_OOB),
+        ("sendmsg", 2, _MSG_OOB),
+        ("renameat2", 4, _RENAME_WHITEOUT),
+    ):
+        add(ALLOW, name, Arg(index, MASKED_EQ, flag, 0))
+    for name in ("getpgid", "getsid"):  # of others, they tell who is there
+        add(ALLOW, name, Arg(0, EQ, 0))
+    for option in _SOCKET_OPTIONS:
+        add(ALLOW, "getsockopt", Arg(1, EQ, socket.SOL_SOCKET), Arg(2, EQ, option))
     add(ALLOW, "socketpair", Arg(0, EQ, socket.AF_UNIX), Arg(1, MASKED_EQ, 0xF, socket.SOCK_STREAM))
     add(ALLOW, "prlimit64", Arg(0, EQ, 0))
     for name, index, values in (("fcntl", 1, _FCNTL), ("ioctl", 1, _IOCTL), ("prctl", 0, _PRCTL)):

@@ -12,6 +12,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -20,8 +21,9 @@ from ..errors import SessionError
 from . import ExecResult, ExecStatus, HostCall
 from .answers import clean, result_of
 from .clock import Clock
+from .confinement import MAX_THREADS
 from .folders import remove, usage
-from .wire import Decoder, WireError, encode
+from .wire import MAX_CALL_BYTES, Decoder, WireError, encode
 
 GRACE_S = 0.5
 """Between the interrupt and the end."""
@@ -31,7 +33,10 @@ OPEN_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 MAX_FREE_CALLS = 1000
 """Calls of one snippet whose time does not count as its own. Those after them do: each costs the host something."""
+MIN_FREE_BYTES = 1 << 30
+"""On the disk, or a twentieth of it: files that are deleted and still mapped are in no folder to count."""
 _FEW_ENTRIES = 256
+_CLOCK_TICK_NS = 20_000_000
 _ENDED = "The process ended: a crash in native code, os._exit, or no memory left."
 
 
@@ -144,10 +149,11 @@ class LocalSession:
             if not self._decoder.is_empty:
                 raise WireError("something unasked")
             if "call" in frame:
+                if self._decoder.num_bytes > MAX_CALL_BYTES:
+                    raise WireError(f"a call of {self._decoder.num_bytes} bytes")
                 await self._look(clock)  # calls may follow one another too closely for `_receive` to do it
                 num_calls += 1
-                with clock.paused() if num_calls <= MAX_FREE_CALLS else nullcontext():
-                    answer = await self._answer(frame)
+                answer = await self._answer(frame, clock if num_calls <= MAX_FREE_CALLS else None)
                 if self._is_closed:
                     raise EOFError
                 self._resume()
@@ -178,6 +184,8 @@ class LocalSession:
             )
         if problem := await self._folder_problem():
             raise _OverrunError(problem)
+        if (num_threads := clock.num_threads()) > MAX_THREADS + 1:
+            raise _OverrunError(f"The code started {num_threads} threads; {MAX_THREADS} are allowed.")
         if clock.is_over():
             clock.interrupted_at_s = clock.elapsed_s()
             self._signal(signal.SIGINT)
@@ -190,7 +198,11 @@ class LocalSession:
             return "The code removed its folder."
         if self._num_entries == 0 and changed_at == self._changed_at:
             return None
-        self._changed_at = changed_at
+        # Within a tick of the kernel's clock a folder may change and look the same.
+        self._changed_at = changed_at if time.time_ns() - changed_at > _CLOCK_TICK_NS else 0
+        disk = os.statvfs(self._folder)
+        if disk.f_bavail * disk.f_frsize < min(MIN_FREE_BYTES, disk.f_blocks * disk.f_frsize // 20):
+            return "The disk is nearly full."
         self._num_entries, num_bytes = usage(self._folder, max_entries=_FEW_ENTRIES)
         if self._num_entries >= _FEW_ENTRIES:  # too slow for the event loop
             self._num_entries, num_bytes = await asyncio.to_thread(usage, self._folder, max_entries=limit)
@@ -201,14 +213,17 @@ class LocalSession:
             f"{MAX_FOLDER_BYTES >> 20} MB may be kept."
         )
 
-    async def _answer(self, frame: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, frame: dict[str, Any], clock: Clock | None) -> dict[str, Any]:
+        """Only the function itself is time of the host's; a clock stands still for it."""
         name, args, kwargs = frame["call"], frame.get("args"), frame.get("kwargs")
         if not isinstance(name, str) or not isinstance(args, list) or not isinstance(kwargs, dict):
             raise WireError("a call that is none")
         if self._call is None or name not in self._functions:
             raise WireError("a call of a function that it was not given")
         try:
-            result = await self._call(*clean([name, args, kwargs]))
+            name, args, kwargs = clean([name, args, kwargs])
+            with clock.paused() if clock is not None else nullcontext():
+                result = await self._call(name, args, kwargs)
             encode({"result": result})
         except Exception as error:
             return {"error": str(error) or type(error).__name__}
@@ -237,7 +252,10 @@ class LocalSession:
         while (frame := self._decoder.next()) is None:
             await self._look(clock)
             if await self._until_readable(clock.next_look_s()):
-                piece = self._channel.recv(1 << 16)
+                try:
+                    piece = self._channel.recv(1 << 16)
+                except BlockingIOError as cause:  # as out-of-band data makes it look
+                    raise WireError("what is no frame") from cause
                 if not piece:
                     raise EOFError
                 self._decoder.feed(piece)

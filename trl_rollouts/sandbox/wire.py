@@ -13,6 +13,9 @@ from typing import Any
 MAX_FRAME_BYTES = 1 << 20
 """Of a frame from a sandbox. The host's own may be of any length."""
 
+MAX_CALL_BYTES = 128 << 10
+"""Of a call of one of the host's functions: many may follow one another, and each is read on the host's event loop."""
+
 _LENGTH = struct.Struct("<I")
 
 
@@ -36,6 +39,8 @@ class Decoder:
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
+        self.num_bytes = 0
+        """Of the last frame."""
 
     @property
     def is_empty(self) -> bool:
@@ -58,6 +63,7 @@ class Decoder:
             raise WireError(f"a frame of {length} bytes")
         if len(self._buffer) < _LENGTH.size + length:
             return None
+        self.num_bytes = length
         body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
         del self._buffer[: _LENGTH.size + length]
         try:

@@ -98,7 +98,8 @@ def _layers(config: Config, readable: list[str]) -> tuple[Layers, dict[str, Any]
     """What sessions are confined with here, and what there is to say about it."""
     missing: dict[str, str] = {}
     is_root = os.geteuid() == 0
-    uids = [uid for uid in config.first_uids if _in_child(partial(_can_be, uid, readable))] if _may_kill() else []
+    there = [path for path in readable if os.path.exists(path)]
+    uids = [uid for uid in config.first_uids if _in_child(partial(_can_be, uid, there))] if _may_kill() else []
     first_uid = uids[0] if is_root and uids else None
     shares_root = is_root and first_uid is None
     ruleset = program = None

@@ -1,11 +1,12 @@
 """Rollouts in milliseconds, without a model: a server that fails on demand, and the rest of a run around it.
 
-`check_executor` tries out what an executor of your own owes.
+`check_env` and `check_executor` try out what an environment and an executor of your own owe.
 
 Nothing here needs torch, trl or vllm to import; `byte_tokenizer` and `tiny_model` need transformers when called.
 """
 
 from .client import ScriptedClient
+from .envs import check_env
 from .executors import check_executor
 from .faults import (
     BrokenBody,
@@ -37,6 +38,7 @@ __all__ = [
     "WrongCount",
     "WrongPromptIds",
     "byte_tokenizer",
+    "check_env",
     "check_executor",
     "fake_trainer",
     "tiny_model",
