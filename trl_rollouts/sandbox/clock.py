@@ -59,8 +59,10 @@ class Clock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         started_at = time.monotonic()
-        yield
-        self._paused_s += time.monotonic() - started_at
+        try:
+            yield
+        finally:
+            self._paused_s += time.monotonic() - started_at
 
 
 def _pid_of(pidfd: int) -> int:
