@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,12 +243,14 @@ def test_trajectories_have_sessions_of_their_own(executor: LocalExecutor) -> Non
         ]
 
 
-def test_the_default_executor_is_closed_with_the_rollout() -> None:
+def test_the_default_executor_is_closed_with_the_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     client = ScriptedClient(["<code>1</code>", "."], tokenizer=TOKENIZER, max_model_len=None)
     rollout = code_rollout(client=client)
-    batch = rollout([QUESTION], fake_trainer(TOKENIZER, max_completion_length=4000))
-    assert batch["stop_reason"] == ["terminated"]
+    rollout([QUESTION], fake_trainer(TOKENIZER, max_completion_length=4000))
+    assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == ["trl_rollouts"]
     rollout.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

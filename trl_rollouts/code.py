@@ -134,7 +134,7 @@ class CodeEnv:
 
     Every block is reported in `info["tool_calls"]` as a call of "python" with the argument `code`, and every call that
     the code made of a function behind it. A block's `result` is the `ExecResult` as a dict; its `error` is None,
-    "exception", "timeout", "killed", "died" or "protocol".
+    "exception", "timeout", "killed", "died", "protocol", or "parse_error" for half a block, which was not run.
     """
 
     def __init__(

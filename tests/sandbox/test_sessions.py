@@ -22,12 +22,6 @@ BUSY = "import time\nt = time.process_time()\nwhile time.process_time() - t < 0.
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
 def executor(runner: asyncio.Runner) -> Iterator[LocalExecutor]:
     executor = LocalExecutor(modules=[])
     yield executor

@@ -43,7 +43,7 @@ class ExecResult:
     error: str | None = None
     """The traceback, from the snippet's first line on, or a sentence."""
     duration_s: float = 0.0
-    """Of the snippet; functions of the host's, and waiting for a processor, do not count."""
+    """Of the snippet, by the wall clock; functions of the host's do not count."""
 
 
 HostCall = Callable[[str, list[Any], dict[str, Any]], Awaitable[Any]]

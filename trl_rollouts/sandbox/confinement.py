@@ -11,6 +11,7 @@ Neither of the last two is enough alone. What is installed is found out at the s
 import ctypes
 import os
 import resource
+import signal
 import struct
 import threading
 from contextlib import suppress
@@ -24,7 +25,6 @@ MAX_THREADS = 32
 MAX_FILE_BYTES = 16 << 20
 MAX_DESCRIPTORS = 64
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
-_SIGKILL = 9
 _CAP_VERSION_3 = 0x20080522
 _NUM_CAPS = 64
 
@@ -60,7 +60,7 @@ def confine(layers: Layers, *, folder: str, uid: int | None, parent: int) -> Non
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     _drop_capabilities()
-    _libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)  # after setuid, which clears it
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after setuid, which clears it
     if os.getppid() != parent:
         raise OSError("the fork server has ended")
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
