@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from trl_rollouts.serving import free_port, serving
 
@@ -37,3 +39,13 @@ def old_trl_server(model: Path, log: Path) -> Iterator[str]:
     env = {**_ENV, "PYTHONPATH": str(OLD_TRL), "VLLM_CPU_KVCACHE_SPACE": "1"}
     with serving(command, f"{base_url}/health/", name="TRL's server", log=log, env=env):
         yield base_url
+
+
+def running(pids: list[int]) -> list[int]:
+    """Those whose processes have not ended; one may end while it is looked at."""
+    alive = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                alive.append(pid)
+    return alive

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
+from servers import running
 
 from trl_rollouts import HttpExecutor, SandboxError
 from trl_rollouts.cli import main
@@ -46,10 +47,6 @@ def until_ready(process: subprocess.Popen[str]) -> str:
         if line.startswith(READY):
             return line
     raise AssertionError(f"it ended before it was ready: {process.communicate()}")
-
-
-def running(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
 def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
+from servers import running
 
 from trl_rollouts.errors import ServerError
 from trl_rollouts.serving import free_port, serving
@@ -17,10 +18,6 @@ FAKE = Path(__file__).parent / "fake_vllm/vllm/entrypoints/openai/api_server.py"
 def fake(*arguments: str) -> tuple[list[str], str]:
     port = str(free_port())
     return [sys.executable, str(FAKE), "--port", port, *arguments], f"http://127.0.0.1:{port}/health"
-
-
-def running(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
 def test_the_block_starts_once_the_server_is_healthy_and_leaves_no_process_behind(tmp_path: Path) -> None:
