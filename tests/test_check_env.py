@@ -296,6 +296,21 @@ def test_a_reward_that_is_no_finite_number_is_told(reward: Any, words: str) -> N
     assert words in said["rewards_are_finite_numbers"]
 
 
+def test_a_final_reward_that_is_no_finite_number_or_raises_is_told() -> None:
+    class Unscored(CountEnv):
+        def final_reward(self) -> Any:
+            return None
+
+    class Judged(CountEnv):
+        def final_reward(self) -> float:
+            raise LookupError("no judge")
+
+    said = failures_of(Unscored)
+    assert list(said) == ["rewards_are_finite_numbers"]
+    assert "final_reward returned a reward of type NoneType" in said["rewards_are_finite_numbers"]
+    assert "final_reward raised LookupError: no judge." in failures_of(Judged)["reset_and_step_do_not_raise"]
+
+
 def test_a_reward_that_is_a_tensor_is_told() -> None:
     torch = pytest.importorskip("torch")
     said = failures_of(stepping(lambda: say(reward=torch.tensor(1.0))))

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from trl_rollouts import Completion, Message, Sampling, SetupError, StepResult
 from trl_rollouts.episode import Setting, run_trajectory
+from trl_rollouts.hosting import EnvLimits
+from trl_rollouts.kinds import EnvKinds
 from trl_rollouts.parsing import find_format, find_parser
 from trl_rollouts.parsing.thoughts import opened_thoughts
 from trl_rollouts.tokens import ChatTokenizer
@@ -192,7 +194,8 @@ def test_a_row_is_what_was_sampled_and_bridges_whatever_is_said_and_wherever_it_
         script.answers.append({**message, "content": f"ANSWER{turn}. {data.draw(texts)}".strip()})
 
     setting = Setting(
-        env_factory=lambda: script,
+        env_kinds=EnvKinds(lambda: script),
+        env_limits=EnvLimits(),
         client=script,
         tokenizer=tokenizer,
         parser=None,

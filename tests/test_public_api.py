@@ -27,8 +27,8 @@ HEAVY = {
 
 # From what all build on to what builds on all; a module imports only from groups before its own, or its own.
 LAYERS = [
-    {"errors", "trajectory", "engine"},
-    {"env", "sampling", "transcripts", "metrics", "sandbox", "serving"},
+    {"errors", "trajectory", "engine", "worker"},
+    {"env", "kinds", "hosting", "sampling", "transcripts", "metrics", "sandbox", "serving"},
     {"messages", "bridging", "tokens", "parsing"},
     {"clients"},
     {"tools", "weights", "episode", "trainer"},

@@ -5,13 +5,9 @@ after every completion, `close` once, whatever happened. Methods may be plain fu
 in a thread, so a slow one delays its own trajectory only.
 """
 
-import asyncio
-import contextvars
-import inspect
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import math
+import numbers
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,6 +57,9 @@ class Env(Protocol):
     An environment may also have attributes, read after `reset`: `tools`, JSON schemas of functions that the chat
     template shows to the model; and `answer_role`, the role of its observations, for which the template is then
     proved before anything is sampled ("tool" where it has tools; None: not at all).
+
+    And it may have one more method: `final_reward`, called once when the trajectory has ended in any way but by
+    failing, a limit included, before `close`. The number it returns is added to the last step's reward.
     """
 
     def reset(self, prompt: list[Message]) -> Any:
@@ -84,103 +83,8 @@ class Env(Protocol):
 
 
 EnvFactory = Callable[[], Env]
-
-
-class Worker:
-    """A thread for the sync functions of one owner, one after the other: objects that belong to the thread that made
-    them (SQLite connections, browsers) stay in theirs.
-
-    A daemon thread of its own rather than a place in a pool: Python cannot stop a thread, so a function that hangs
-    would take its place in the pool for good and keep the interpreter from exiting.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.num_unfinished = 0
-        """Calls that have not returned; one whose caller gave up still counts."""
-
-    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a user's function, sync or async, without holding up the event loop."""
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            with exits_as_errors():
-                return await function(*args, **kwargs)
-        result = await self._submit(function, args, kwargs)
-        if inspect.isawaitable(result):  # a sync wrapper around an async function
-            with exits_as_errors():
-                result = await result
-        return result
-
-    def end(self) -> None:
-        """Let the thread go once what is submitted has returned."""
-        self._jobs.put(None)
-
-    def _submit(self, function: Callable[..., Any], args: Any, kwargs: Any) -> "asyncio.Future[Any]":
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        context = contextvars.copy_context()
-
-        def settle(result: Any, error: Exception | None) -> None:
-            self.num_unfinished -= 1
-            if future.done():  # the caller's time limit has passed
-                return
-            future.set_exception(error) if error is not None else future.set_result(result)
-
-        def job() -> None:
-            result, error = None, None
-            try:
-                with exits_as_errors():
-                    result = context.run(function, *args, **kwargs)
-            except Exception as raised:
-                error = raised
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(settle, result, error)
-
-        self.num_unfinished += 1
-        self._jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="trl_rollouts:worker", daemon=True)
-            self._thread.start()
-        return future
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-
-async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a user's function, sync or async, in a thread of its own if it is sync."""
-    worker = Worker()
-    try:
-        return await worker.call(function, *args, **kwargs)
-    finally:
-        worker.end()
-
-
-@contextmanager
-def exits_as_errors() -> Iterator[None]:
-    """A user's code that exits (`sys.exit()`), or is cancelled from within, has failed; the event loop goes on.
-
-    A cancellation from outside, by a time limit or the end of the run, passes through.
-    """
-    try:
-        yield
-    except StopIteration as cause:  # a future refuses it, and so does a context manager as a cause
-        raise RuntimeError(f"StopIteration: {cause}") from None
-    except Exception:
-        raise
-    except BaseException as cause:
-        if isinstance(cause, asyncio.CancelledError) and _is_cancelled_from_outside():
-            raise
-        raise RuntimeError(f"{type(cause).__name__}: {cause}") from cause
-
-
-def _is_cancelled_from_outside() -> bool:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # in a thread of a user's function
-        return False
-    return task is not None and task.cancelling() > 0
+"""Makes the environment of one trajectory. With an attribute `max_concurrency`, an int, there are never more than that
+at a time in a process, however many trajectories wait for one."""
 
 
 def checked_step(result: Any) -> StepResult:
@@ -188,17 +92,22 @@ def checked_step(result: Any) -> StepResult:
     if not isinstance(result, StepResult):
         raise EnvError(f"env.step returned {type(result).__name__}; it must return a trl_rollouts.StepResult.")
     result.check_messages()
-    try:
-        reward = float(result.reward)
-    except (TypeError, ValueError) as cause:
-        raise EnvError(f"env.step returned reward {result.reward!r}; it must be a number.") from cause
-    if reward != reward or abs(reward) == float("inf"):
-        raise EnvError(f"env.step returned reward {reward}; it must be finite.")
+    reward = checked_reward(result.reward, "env.step")
     calls = result.info.get("tool_calls", []) if isinstance(result.info, dict) else None
     if not isinstance(calls, list) or not all(isinstance(item, dict) for item in calls):
         raise EnvError(f'env.step returned info={result.info!r:.200}; it must be a dict, and its "tool_calls" dicts.')
     result.reward = reward
     return result
+
+
+def checked_reward(reward: Any, who: str) -> float:
+    """A reward as a float, or `EnvError` with what is wrong with it."""
+    kind = f"{type(reward).__module__}.{type(reward).__qualname__}".removeprefix("builtins.")
+    if not isinstance(reward, numbers.Real):
+        raise EnvError(f"{who} returned the reward {reward!r:.100} of type {kind}; it must be a number: float(...).")
+    if not math.isfinite(reward):
+        raise EnvError(f"{who} returned reward {reward}; it must be finite.")
+    return float(reward)
 
 
 def checked_action(message: Any) -> Message:

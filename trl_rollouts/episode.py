@@ -5,6 +5,7 @@
             action = parse(completion); step = env.step(action)
             ended? no turn or no room left?                  a row never ends on an observation
             append bridge(step.messages)                     mask 0, logprob 0.0
+    final_reward(); close()
 
 The loop knows no tool and no game, and environments know no token. Whatever fails in here is attributed (`errors`) and
 ends this trajectory, unless it is the run's failure.
@@ -12,27 +13,27 @@ ends this trajectory, unless it is the run's failure.
 
 import asyncio
 import copy
-import inspect
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from .clients import Client
-from .env import Env, EnvFactory, StepResult, Worker, checked_action, checked_opening, checked_step, exits_as_errors
-from .errors import EnvError, SetupError, boundary, is_data
+from .env import StepResult, checked_action
+from .errors import EnvError, boundary, is_data
+from .hosting import EnvLimits, HostedEnv
+from .kinds import EnvKinds
 from .messages import plain
 from .parsing import Parser, find_parser
 from .parsing.thoughts import opened_thoughts
 from .sampling import Sampling
 from .tokens import ChatTokenizer, check_room
 from .trajectory import Completion, Message, StopReason, Trajectory
+from .worker import exits_as_errors
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 10.0
 MAX_CHARS_PER_TOKEN = 256
 
 Prompt = str | list[Message]
@@ -42,7 +43,8 @@ Prompt = str | list[Message]
 class Setting:
     """What the trajectories of one call share."""
 
-    env_factory: EnvFactory
+    env_kinds: EnvKinds
+    env_limits: EnvLimits
     client: Client
     tokenizer: ChatTokenizer
     parser: Parser | None
@@ -67,13 +69,17 @@ async def run_trajectories(
     prompts: Sequence[Prompt], seeds: Sequence[int], setting: Setting, max_concurrency: int
 ) -> list[Trajectory]:
     """All trajectories, in the prompts' order. One that must stop the run stops the others first."""
+    kinds = [setting.env_kinds.name(prompt) for prompt in prompts]  # every row, before one is sampled
+    capacities = {kind: min(max_concurrency, setting.env_kinds.capacity(kind)) for kind in kinds}
+    places = {kind: asyncio.Semaphore(int(capacity)) for kind, capacity in capacities.items()}
     slots = asyncio.Semaphore(max_concurrency)
 
-    async def run(prompt: Prompt, seed: int) -> Trajectory:
-        async with slots:
+    async def run(prompt: Prompt, kind: str, seed: int) -> Trajectory:
+        async with places[kind], slots:  # in this order: who waits for a place keeps no slot from the other kinds
             return await run_trajectory(prompt, seed, setting)
 
-    tasks = [asyncio.create_task(run(prompt, seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
+    rows = zip(prompts, kinds, seeds, strict=True)
+    tasks = [asyncio.create_task(run(prompt, kind, seed)) for prompt, kind, seed in rows]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
@@ -92,60 +98,59 @@ async def run_trajectory(prompt: Prompt, seed_index: int, setting: Setting) -> T
         setting: what it shares with the other trajectories of its call.
     """
     trajectory = Trajectory()
-    limit = asyncio.timeout(setting.timeout_s)
-    worker = Worker()
-    env: Env | None = None
+    kinds = setting.env_kinds
+    env = HostedEnv(kinds.factories[kinds.name(prompt)], setting.env_limits)
     try:
-        async with limit:
-            with boundary(EnvError, "the environment could not be made"):
-                env = await worker.call(setting.env_factory)
-            if missing := [name for name in ("reset", "step", "close") if not callable(getattr(env, name, None))]:
-                raise SetupError(f"The environment {type(env).__name__} has no method {', '.join(missing)}; see Env.")
-            tools = await _begin(trajectory, env, worker, prompt, setting)
-            parser = setting.parser or find_parser(setting.tokenizer, tools)
-            while trajectory.stop_reason is None:
-                if asyncio.get_running_loop().time() >= (limit.when() or 0.0):  # a step caught its cancellation
-                    raise TimeoutError
-                await _turn(trajectory, env, worker, parser, seed_index, setting)
+        await _play(trajectory, env, prompt, seed_index, setting)
+        with _timed(trajectory, "env_s"):
+            trajectory.add_reward(await env.final_reward())
     except Exception as error:
-        if limit.expired() and trajectory.num_turns:
-            trajectory.end_at_finished_turn(StopReason.TIMEOUT)
-        elif limit.expired():
-            trajectory.fail(EnvError(f"no turn was finished within trajectory_timeout_s={setting.timeout_s:g}"))
-        elif is_data(error):
-            trajectory.fail(error)
-        else:
+        if not is_data(error):
             raise
+        trajectory.fail(error)
     finally:
-        if env is not None:
-            await _close(env, worker)
-        worker.end()
+        await env.close()
     return trajectory
 
 
-async def _begin(trajectory: Trajectory, env: Env, worker: Worker, prompt: Prompt, setting: Setting) -> Sequence[Any]:
-    """Reset the environment and render what it opens with; the schemas of its tools."""
+async def _play(trajectory: Trajectory, env: HostedEnv, prompt: Prompt, seed_index: int, setting: Setting) -> None:
+    """From the making of the environment to the end of the episode, within the trajectory's time limit."""
+    limit = asyncio.timeout(setting.timeout_s)
+    try:
+        async with limit:
+            await env.make()
+            await _begin(trajectory, env, prompt, setting)
+            parser = setting.parser or find_parser(setting.tokenizer, env.tools)
+            while trajectory.stop_reason is None:
+                if asyncio.get_running_loop().time() >= (limit.when() or 0.0):  # a step caught its cancellation
+                    raise TimeoutError
+                await _turn(trajectory, env, parser, seed_index, setting)
+    except Exception as error:
+        if not limit.expired():
+            raise
+        if not trajectory.num_turns:
+            raise EnvError(f"no turn was finished within trajectory_timeout_s={setting.timeout_s:g}") from error
+        trajectory.end_at_finished_turn(StopReason.TIMEOUT)
+
+
+async def _begin(trajectory: Trajectory, env: HostedEnv, prompt: Prompt, setting: Setting) -> None:
+    """Reset the environment and render what it opens with."""
     opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt)
-    with boundary(EnvError, "env.reset failed"), _timed(trajectory, "env_s"):
-        given = [{**opening[0], "is_rendered": True}] if isinstance(prompt, str) else opening
-        messages = checked_opening(await worker.call(env.reset, copy.deepcopy(given)))
+    given = [{**opening[0], "is_rendered": True}] if isinstance(prompt, str) else opening
+    with _timed(trajectory, "env_s"):
+        messages = await env.reset(copy.deepcopy(given))
     if isinstance(prompt, str):
         if messages not in (given, opening):
             raise EnvError("env.reset changed a prompt that is a string; such a prompt must be a list of messages.")
         messages = opening
-    tools: Sequence[Any] = getattr(env, "tools", None) or ()  # optional in the protocol
-    trajectory.prompt_ids = setting.tokenizer.prompt(prompt if isinstance(prompt, str) else messages, tools)
+    trajectory.prompt_ids = setting.tokenizer.prompt(prompt if isinstance(prompt, str) else messages, env.tools)
     trajectory.messages = [plain(message) for message in messages]
     check_room(trajectory.prompt_ids, setting.client.max_model_len)
-    role = getattr(env, "answer_role", "tool" if tools else None)  # optional, too
-    if role is not None and setting.max_turns > 1:
-        setting.tokenizer.prove_answers(role)
-    return tools
+    if env.answer_role is not None and setting.max_turns > 1:
+        setting.tokenizer.prove_answers(env.answer_role)
 
 
-async def _turn(
-    trajectory: Trajectory, env: Env, worker: Worker, parser: Parser, seed_index: int, setting: Setting
-) -> None:
+async def _turn(trajectory: Trajectory, env: HostedEnv, parser: Parser, seed_index: int, setting: Setting) -> None:
     """One completion and what follows it."""
     sampling = setting.sampling.limited(setting.room(trajectory)).seeded(seed_index, trajectory.num_turns)
     with _timed(trajectory, "generate_s"):
@@ -156,8 +161,8 @@ async def _turn(
         opened = opened_thoughts(setting.tokenizer.decode_end(context))
         action = checked_action(parser(opened + setting.tokenizer.decode(completion.token_ids)))
     trajectory.append_action(action)
-    with boundary(EnvError, "env.step failed"), _timed(trajectory, "env_s"):
-        step = checked_step(await worker.call(env.step, copy.deepcopy(action)))
+    with _timed(trajectory, "env_s"):
+        step = await env.step(copy.deepcopy(action))
     trajectory.append_step(step.reward, step.info)
 
     cut = completion.finish_reason == "length"
@@ -203,17 +208,6 @@ def _cut(message: Message, tokenizer: ChatTokenizer, max_tokens: int) -> Message
     if not isinstance(message.get("content"), str):
         return message
     return {**message, "content": tokenizer.cut(message["content"], max_tokens)}
-
-
-async def _close(env: Env, worker: Worker) -> None:
-    """Close the environment; a failure to close is worth a line, not a row. One that hangs is not waited for."""
-    queues = worker.num_unfinished > 0 and not inspect.iscoroutinefunction(env.close)
-    timeout_s = 0.0 if queues else CLOSE_TIMEOUT_S
-    try:
-        async with asyncio.timeout(timeout_s):
-            await worker.call(env.close)
-    except Exception as error:
-        logger.warning("env.close failed: %s: %s", type(error).__name__, error)
 
 
 @contextmanager

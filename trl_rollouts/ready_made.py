@@ -2,33 +2,55 @@
 
 import builtins
 import keyword
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 from .code import CODE_NAME, FORMATS, CodeEnv, code_instructions, code_parser
 from .env import EnvFactory
 from .errors import SetupError
+from .hosting import EnvLimits
 from .options import RolloutOptions, check_names, check_positive
 from .rollout import Rollout
 from .sandbox import Executor
 from .tools import Tool, ToolEnv
 
 
-def env_rollout(env_factory: EnvFactory, *, max_turns: int = 32, **options: Unpack[RolloutOptions]) -> Rollout:
+def env_rollout(
+    env_factory: EnvFactory | Mapping[str, EnvFactory],
+    *,
+    max_turns: int = 32,
+    reset_timeout_s: float = 300.0,
+    step_timeout_s: float = 120.0,
+    close_timeout_s: float = 10.0,
+    **options: Unpack[RolloutOptions],
+) -> Rollout:
     """A `rollout_func` in which the model acts in an environment, one instance a trajectory.
 
     Args:
-        env_factory: makes an environment (`Env`); a class without required arguments is one.
+        env_factory: makes an environment (`Env`); a class without required arguments is one. Or several by name, of
+            which each row names its own: `with_task(dataset, ["environment"])`.
         max_turns: completions of one trajectory.
+        reset_timeout_s: seconds that making an environment may take, and its reset. One that takes longer fails its
+            row.
+        step_timeout_s: seconds that a step may take, and `final_reward`. The same.
+        close_timeout_s: seconds after which a close is not waited for any more.
         **options: see `RolloutOptions`.
+
+    Raises:
+        SetupError: an argument cannot work.
 
     Example:
         >>> trainer = GRPOTrainer(..., reward_funcs=env_reward, rollout_func=env_rollout(MyEnv))  # doctest: +SKIP
     """
-    check_names(options, ["env_factory", "max_turns"])
-    if not callable(env_factory):
-        raise SetupError(f"env_factory must be callable without arguments, such as a class, not {env_factory!r}.")
-    return Rollout(env_factory, max_turns=max_turns, **options)
+    limits = {
+        "reset_timeout_s": reset_timeout_s,
+        "step_timeout_s": step_timeout_s,
+        "close_timeout_s": close_timeout_s,
+    }
+    check_names(options, ["env_factory", "max_turns", *limits])
+    for name, limit_s in limits.items():
+        check_positive(name, limit_s)
+    return Rollout(env_factory, max_turns=max_turns, env_limits=EnvLimits(**limits), **options)
 
 
 def tool_rollout(

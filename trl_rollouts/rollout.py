@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -25,6 +25,8 @@ from .engine import Cleanup, Engine
 from .env import EnvFactory
 from .episode import Prompt, Setting, run_trajectories
 from .errors import RolloutError, SetupError
+from .hosting import EnvLimits
+from .kinds import EnvKinds
 from .metrics import log_figures, mostly_cut
 from .options import RolloutOptions, check_positive, check_values
 from .sampling import Sampling
@@ -42,8 +44,9 @@ class Rollout:
     """A `rollout_func`. `ready_made` makes them, and says what the arguments mean.
 
     Args:
-        env_factory: makes the environment of a trajectory.
+        env_factory: makes the environment of a trajectory; or several by name, see `EnvKinds`.
         max_turns: completions of one trajectory.
+        env_limits: how long the calls of an environment may take.
         max_result_tokens: an observation that is longer is shown without its middle.
         stop: strings that end a completion, besides `GRPOConfig`'s.
         cleanups: coroutine functions for when the rollout is closed.
@@ -52,9 +55,10 @@ class Rollout:
 
     def __init__(
         self,
-        env_factory: EnvFactory,
+        env_factory: EnvFactory | Mapping[str, EnvFactory],
         *,
         max_turns: int,
+        env_limits: EnvLimits = EnvLimits(),  # noqa: B008
         max_result_tokens: int | None = None,
         stop: Sequence[str] = (),
         cleanups: Sequence[Cleanup] = (),
@@ -62,7 +66,7 @@ class Rollout:
     ) -> None:
         check_positive("max_turns", max_turns)
         check_values(options)
-        self._env_factory = env_factory
+        self._env_kinds, self._env_limits = EnvKinds(env_factory), env_limits
         self._max_turns = max_turns
         self._max_result_tokens = max_result_tokens
         self._stop = tuple(stop)
@@ -112,7 +116,8 @@ class Rollout:
         self._sync_weights(trainer, base_urls)
 
         setting = Setting(
-            env_factory=self._env_factory,
+            env_kinds=self._env_kinds,
+            env_limits=self._env_limits,
             client=client,
             tokenizer=tokenizer,
             parser=self._parser,

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from .env import StepResult, call, exits_as_errors
+from .env import StepResult
 from .errors import SetupError
 from .parsing import read_arguments
 from .trajectory import Message
+from .worker import call, exits_as_errors
 
 MAX_CALLS_PER_TURN = 32
 

@@ -119,6 +119,11 @@ class Trajectory:
         self.step_rewards.append(reward)
         self.infos.append({**info, "tool_calls": list(info["tool_calls"])} if "tool_calls" in info else dict(info))
 
+    def add_reward(self, reward: float) -> None:
+        """What was earned beside the steps' own rewards, at the end: it counts as the last step's."""
+        if self.step_rewards:
+            self.step_rewards[-1] += reward
+
     def append_observation(self, token_ids: list[int]) -> None:
         assert self.completion_ids, "an observation follows a completion"
         self.completion_ids += token_ids

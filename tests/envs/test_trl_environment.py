@@ -326,7 +326,7 @@ def test_trajectories_at_a_time_have_an_instance_each(roll: Roll) -> None:
         for env, step in zip(envs, (1, 2), strict=True):
             function = {"name": "increment", "arguments": {"step": step}}
             await env.step({"role": "assistant", "content": "", "tool_calls": [{"function": function}]})
-        rewards = [(await env.step({"role": "assistant", "content": "."})).reward for env in envs]
+        rewards = [await env.final_reward() for env in envs]
         for env in envs:
             await env.close()
         return rewards
@@ -369,19 +369,10 @@ def test_an_instances_thread_ends_with_the_factory(roll: Roll) -> None:
     assert not threads[0].is_alive()
 
 
-def test_a_trajectory_cut_short_is_not_scored_and_that_is_said(roll: Roll, caplog: pytest.LogCaptureFixture) -> None:
-    class CutEnv(CounterEnv): ...
-
-    with caplog.at_level(logging.WARNING):
-        row = roll(trl_environment(CutEnv), [call("increment", step=3)], max_turns=1)
-    assert (row["stop_reason"], row["env_reward"]) == ("max_turns", 0.0)
-    assert "before CutEnv was asked for its reward: env_reward is 0" in caplog.text
-
-
-def test_a_reward_read_every_turn_is_there_in_a_trajectory_cut_short(roll: Roll) -> None:
+def test_a_trajectory_that_a_limit_cuts_short_has_the_reward_that_it_earned(roll: Roll) -> None:
     steps = [call("increment", step=3), call("increment", step=-1)]
-    row = roll(trl_environment(CounterEnv, reward_every_turn=True), steps, max_turns=2)
-    assert (row["step_rewards"], row["env_reward"]) == ([3.0, -1.0], 2.0)
+    row = roll(trl_environment(CounterEnv), steps, max_turns=2)
+    assert (row["stop_reason"], row["step_rewards"], row["env_reward"]) == ("max_turns", [0.0, 2.0], 2.0)
 
 
 def test_a_class_without_a_reward_gives_none_and_that_is_said(roll: Roll, caplog: pytest.LogCaptureFixture) -> None:

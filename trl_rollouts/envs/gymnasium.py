@@ -12,9 +12,7 @@ Not here: vectorized environments, and memory of what was seen beside the conver
 
 import difflib
 import functools
-import logging
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +20,7 @@ from ..env import EnvFactory, StepResult
 from ..errors import SetupError, boundary
 from ..messages import message_text
 from ..trajectory import Message
-
-logger = logging.getLogger(__name__)
+from .seeds import reset_seed
 
 ToText = Callable[[Any, dict[str, Any]], str]
 ToAction = Callable[[str, Any], Any]
@@ -80,7 +77,7 @@ class GymnasiumEnv:
     def reset(self, prompt: list[Message]) -> list[Message]:
         if prompt[-1].get("is_rendered"):
             raise SetupError("gymnasium_env has a first observation to show; use prompts that are lists of messages.")
-        observation, info = self._env.reset(seed=self._seed(prompt))
+        observation, info = self._env.reset(seed=reset_seed(prompt, str(self._env)))
         text = self._shown(observation, info)
         *others, last = prompt
         if last["role"] != "user":
@@ -100,17 +97,6 @@ class GymnasiumEnv:
 
     def close(self) -> None:
         self._env.close()
-
-    def _seed(self, prompt: list[Message]) -> int:
-        """One for all of a group, in every process."""
-        task = prompt[-1].get("task")
-        seed = task.get("seed") if isinstance(task, dict) else None
-        if seed is None:
-            _warn_no_seed(str(self._env))
-            return zlib.crc32("\n".join(message_text(message) for message in prompt).encode())
-        if type(seed) is not int or seed < 0:
-            raise SetupError(f"A row's task has seed={seed!r:.100}; it must be an integer, 0 or above.")
-        return seed
 
     def _shown(self, observation: Any, info: dict[str, Any]) -> str:
         text = self._env.render() if self._to_text is None else self._to_text(observation, info)
@@ -170,16 +156,6 @@ _COLOURED = re.compile(r"\x1b\[([\d;]*)m(.*?)\x1b\[0m", re.DOTALL)
 
 def _answer(text: str, reward: float = 0.0) -> StepResult:
     return StepResult([{"role": "user", "content": text}], reward=reward)
-
-
-@functools.cache
-def _warn_no_seed(name: str) -> None:
-    """Once an environment."""
-    logger.warning(
-        "Rows for %s have no seed, so it is computed from the prompt's text: rows with the same text begin the same. "
-        'For others, add a column "seed" and use with_task(dataset, ["seed"]).',
-        name,
-    )
 
 
 def _factory(make: Any, options: dict[str, Any]) -> Callable[[], Any]:

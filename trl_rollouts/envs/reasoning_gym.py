@@ -23,10 +23,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..env import EnvFactory, StepResult, call
+from ..env import EnvFactory, StepResult
 from ..errors import SandboxError, SetupError
 from ..sandbox import ExecStatus, Executor
 from ..trajectory import Message
+from ..worker import call
 
 WRONG = "That is not the right answer. Try again."
 NO_ANSWER = "There is no answer between <answer> and </answer>. Try again."

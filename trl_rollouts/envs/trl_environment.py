@@ -17,27 +17,23 @@ from contextlib import suppress
 from types import MethodType
 from typing import Any
 
-from ..env import EnvFactory, StepResult, Worker
+from ..env import EnvFactory, StepResult
 from ..errors import EnvError, SetupError, boundary
 from ..options import check_positive
 from ..tools import Tool, ToolEnv
 from ..trajectory import Message
+from ..worker import Worker
 
 logger = logging.getLogger(__name__)
 
 
-def trl_environment(
-    environment_factory: Callable[[], Any], *, tool_timeout_s: float = 60.0, reward_every_turn: bool = False
-) -> EnvFactory:
+def trl_environment(environment_factory: Callable[[], Any], *, tool_timeout_s: float = 60.0) -> EnvFactory:
     """What `env_rollout` takes, of what `GRPOTrainer(environment_factory=...)` takes.
 
     Args:
         environment_factory: the class, or a function that makes an instance; such a function is called once at once,
             to see what it makes.
         tool_timeout_s: time limit of one call, in seconds, the wait for the calls before it included.
-        reward_every_turn: read the reward after every turn rather than once at the end. A trajectory that
-            `max_turns` or its length cuts short then has what it earned so far. For rewards that cost nothing and may
-            be read again.
 
     `reset` gets the `prompt` and the columns of `with_task(dataset, [...])`.
 
@@ -55,7 +51,7 @@ def trl_environment(
             f"{environment_factory!r:.200}."
         )
     pool = _Pool(environment_factory, _tools_of(_kind(environment_factory)))
-    return lambda: TRLEnv(pool, timeout_s=tool_timeout_s, reward_every_turn=reward_every_turn)
+    return lambda: TRLEnv(pool, timeout_s=tool_timeout_s)
 
 
 class TRLEnv:
@@ -66,15 +62,12 @@ class TRLEnv:
     with `ToolEnv`.
     """
 
-    def __init__(self, pool: "_Pool", *, timeout_s: float, reward_every_turn: bool) -> None:
+    def __init__(self, pool: "_Pool", *, timeout_s: float) -> None:
         self.tools = [tool.schema for tool in pool.tools.values()]
         self._pool = pool
         self._timeout_s = timeout_s
-        self._reward_every_turn = reward_every_turn
         self._instance: _Instance | None = None
-        self._total = 0.0
-        """The reward given so far."""
-        self._is_unscored = self._is_sound = False
+        self._is_sound = False
 
     async def reset(self, prompt: list[Message]) -> list[Message]:
         self._instance = await self._pool.take()
@@ -97,20 +90,17 @@ class TRLEnv:
         assert self._instance is not None, "the loop resets first"
         was_sound, self._is_sound = self._is_sound, False
         result = await ToolEnv(self._instance.tools, timeout_s=self._timeout_s).step(action)
-        self._is_unscored = not (result.terminated or self._reward_every_turn)
-        if not self._is_unscored:
-            total = await self._instance.reward()
-            result.reward, self._total = total - self._total, total
         self._is_sound = was_sound and all(report["error"] != "timeout" for report in result.info["tool_calls"])
         return result
 
+    async def final_reward(self) -> float:
+        assert self._instance is not None, "the loop resets first"
+        return await self._instance.reward()
+
     async def close(self) -> None:
         instance, self._instance = self._instance, None  # a second close must not give it back twice
-        if instance is None:
-            return
-        if self._is_sound and self._is_unscored and instance.has_reward:
-            _warn_unscored(instance.name)
-        self._pool.give_back(instance, is_sound=self._is_sound)
+        if instance is not None:
+            self._pool.give_back(instance, is_sound=self._is_sound)
 
 
 class _Instance:
@@ -137,20 +127,20 @@ class _Instance:
         with boundary(EnvError, f"{self.name}.reset failed"):
             return await self.worker.call(function, **row)
 
-    @property
-    def has_reward(self) -> bool:
-        missing = object()
-        has_attribute = inspect.getattr_static(self._environment, "reward", missing) is not missing
-        return self._reads_method or (has_attribute and not self._is_reward_called)
-
     async def reward(self) -> float:
-        if not self.has_reward:
+        if not self._has_reward:
             _warn_no_reward(self.name)
             return 0.0
         environment = self._environment
         with boundary(EnvError, f"the reward of {self.name} cannot be read"):
             read = environment.get_reward if self._reads_method else lambda: environment.reward
             return float(await self.worker.call(read))
+
+    @property
+    def _has_reward(self) -> bool:
+        missing = object()
+        has_attribute = inspect.getattr_static(self._environment, "reward", missing) is not missing
+        return self._reads_method or (has_attribute and not self._is_reward_called)
 
 
 class _Pool:
@@ -237,16 +227,6 @@ def _with_observation(prompt: list[Message], observation: Any) -> list[Message]:
     if type(content) is not type(observation):
         raise EnvError(f"reset returned {observation!r:.200}; it must return a text, or None.")
     return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
-
-
-@functools.cache
-def _warn_unscored(name: str) -> None:
-    """Once a class."""
-    logger.warning(
-        "A trajectory was cut short, by max_turns, length or time, before %s was asked for its reward: env_reward is "
-        "0. Raise the limit, or have it read with trl_environment(..., reward_every_turn=True).",
-        name,
-    )
 
 
 @functools.cache

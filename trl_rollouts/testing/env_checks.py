@@ -56,7 +56,7 @@ def reset_and_step_do_not_raise(plays: Plays) -> None:
     played = [play for play in plays.all if play is not plays.rendered]
     calls = [call for play in played for call in play.calls if call.name != "close"]
     for call in (call for call in calls if call.error not in (None, NOT_BACK)):
-        given = "" if call.name == "reset" else f" at the action {call.given!r:.200}"
+        given = f" at the action {call.given!r:.200}" if call.name == "step" else ""
         _owe(False, f"{call.name} raised {call.error}{given}. A trajectory whose environment raises trains nothing.")
     _played(plays)
 
@@ -145,12 +145,13 @@ def observations_are_messages_and_not_the_models(plays: Plays) -> None:
 
 
 def rewards_are_finite_numbers(plays: Plays) -> None:
-    for step in _steps(plays):
-        reward = step.reward
+    rewards = [("step", step.reward) for step in _steps(plays)]
+    rewards += [("final_reward", reward) for play in plays.all for reward in play.results("final_reward")]
+    for name, reward in rewards:
         is_number = isinstance(reward, numbers.Real)
         kind = f"{type(reward).__module__}.{type(reward).__qualname__}".removeprefix("builtins.")
-        _owe(is_number, f"step returned a reward of type {kind}, {reward!r:.100}. Return a float.")
-        _owe(math.isfinite(reward), f"step returned the reward {reward}, from which nothing can be learned.")
+        _owe(is_number, f"{name} returned a reward of type {kind}, {reward!r:.100}. Return a float.")
+        _owe(math.isfinite(reward), f"{name} returned the reward {reward}, from which nothing can be learned.")
 
 
 def a_step_ends_the_episode_or_says_something(plays: Plays) -> None:
@@ -322,7 +323,7 @@ def _difference(one: Play, other: Play) -> str | None:
     for index, (mine, theirs) in enumerate((a, b) for a, b in pairs if a.name == b.name != "close"):
         seen = [call.error or _said(call.result) for call in (mine, theirs)]
         if seen[0] != seen[1]:
-            which = mine.name if mine.name == "reset" else f"step {index}"
+            which = f"step {index}" if mine.name == "step" else mine.name
             return f"{which} gave {seen[1]:.200} after {seen[0]:.200}"
     return None
 

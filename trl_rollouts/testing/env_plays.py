@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..env import EnvFactory, Worker
+from ..env import EnvFactory
 from ..trajectory import Message
+from ..worker import Worker
 
 METHODS = ("reset", "step", "close")
 NOT_BACK = "it did not come back"
@@ -132,8 +133,10 @@ class Plays:
                 if not play.has_ended:
                     await self._call(play, worker, "step", copy.deepcopy(action))
         for play, worker in pairs:
+            if play.results("step") and hasattr(play.env, "final_reward"):
+                await self._call(play, worker, "final_reward")
             if play is self.again and play.has_ended and play.is_sound:
-                last = copy.deepcopy(play.calls[-1].given)
+                last = copy.deepcopy([call.given for call in play.calls if call.name == "step"][-1])
                 await self._call(play, worker, "step", last)
                 play.after_the_end = play.calls.pop()
             for _ in range(2 if play is self.alone else 1):

@@ -1,0 +1,136 @@
+"""An environment as the loop holds it: made, called and closed, so that it can hurt no trajectory but its own.
+
+Sync calls run in a thread of its own, every call has a time limit, what comes back is checked, and what goes wrong is
+an `EnvError` that names the call. It is closed once, whatever happened, and also where it was made too late.
+"""
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .env import Env, EnvFactory, StepResult, checked_opening, checked_reward, checked_step
+from .errors import EnvError, SetupError, boundary
+from .trajectory import Message
+from .worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvLimits:
+    """Seconds that one call of an environment may take."""
+
+    reset_timeout_s: float = math.inf
+    """Of making it, and of its reset."""
+    step_timeout_s: float = math.inf
+    """Of a step, and of reading the final reward."""
+    close_timeout_s: float = 10.0
+    """One that takes longer is not waited for."""
+
+
+class HostedEnv:
+    """One environment, from its factory to its close. Its methods are called one after the other.
+
+    Args:
+        factory: makes the environment.
+        limits: how long each call may take.
+    """
+
+    def __init__(self, factory: EnvFactory, limits: EnvLimits) -> None:
+        self._factory, self._limits = factory, limits
+        self._worker = Worker()
+        self._env: Env | None = None
+        self._making: asyncio.Future[Env] | None = None
+
+    async def make(self) -> None:
+        """Raises `SetupError` where what was made is no environment."""
+        limit_s = self._limits.reset_timeout_s
+        self._making = asyncio.ensure_future(self._worker.call(self._factory))
+        async with _limited("making the environment", "reset_timeout_s", limit_s):
+            self._env = await asyncio.shield(self._making)
+        if missing := [name for name in ("reset", "step", "close") if not callable(getattr(self._env, name, None))]:
+            raise SetupError(
+                f"The environment {type(self._env).__name__} has no method {', '.join(missing)}; see Env."
+            )
+
+    @property
+    def tools(self) -> Sequence[Any]:
+        """Schemas for the chat template."""
+        return getattr(self._env, "tools", None) or ()
+
+    @property
+    def answer_role(self) -> str | None:
+        """The role of observations, where the environment says it or has tools."""
+        role: str | None = getattr(self._env, "answer_role", "tool" if self.tools else None)
+        return role
+
+    async def reset(self, prompt: list[Message]) -> list[Message]:
+        """The opening messages."""
+        assert self._env is not None
+        async with _limited("env.reset", "reset_timeout_s", self._limits.reset_timeout_s):
+            return checked_opening(await self._worker.call(self._env.reset, prompt))
+
+    async def step(self, action: Message) -> StepResult:
+        assert self._env is not None
+        async with _limited("env.step", "step_timeout_s", self._limits.step_timeout_s):
+            return checked_step(await self._worker.call(self._env.step, action))
+
+    async def final_reward(self) -> float:
+        """What is added once the trajectory has ended; 0.0 of an environment that has no such method."""
+        method: Callable[[], Any] | None = getattr(self._env, "final_reward", None)
+        if method is None:
+            return 0.0
+        if self._worker.num_unfinished and not inspect.iscoroutinefunction(method):
+            raise EnvError("env.final_reward cannot be called: an earlier call of the environment has not returned.")
+        async with _limited("env.final_reward", "step_timeout_s", self._limits.step_timeout_s):
+            return checked_reward(await self._worker.call(method), "env.final_reward")
+
+    async def close(self) -> None:
+        """Close it; a failure to close is worth a line, not a row. One that hangs is not waited for."""
+        if self._env is not None:
+            await self._close(self._env)
+        elif self._making is not None and not self._making.done():
+            if inspect.iscoroutinefunction(self._factory):
+                self._making.cancel()  # what it has begun, it ends itself
+            self._making.add_done_callback(self._close_late)
+            return
+        self._worker.end()
+
+    async def _close(self, env: Env) -> None:
+        close = getattr(env, "close", None)
+        if not callable(close):
+            return
+        queues = self._worker.num_unfinished > 0 and not inspect.iscoroutinefunction(close)
+        try:
+            async with asyncio.timeout(0.0 if queues else self._limits.close_timeout_s):
+                await self._worker.call(close)
+        except Exception as error:
+            logger.warning("env.close failed: %s: %s", type(error).__name__, error)
+
+    def _close_late(self, making: "asyncio.Future[Env]") -> None:
+        """It was made after all, when nobody waited any more."""
+        if making.cancelled() or making.exception() is not None:
+            self._worker.end()
+            return
+        self._env = making.result()
+        self._closing = asyncio.ensure_future(self.close())
+
+
+@asynccontextmanager
+async def _limited(what: str, limit_name: str, limit_s: float) -> AsyncIterator[None]:
+    """Attribute what fails within the block to the environment, and end it at its limit."""
+    limit = asyncio.timeout(limit_s)
+    late = EnvError(f"{what} did not come back within {limit_name}={limit_s:g}")
+    try:
+        async with limit:
+            with boundary(EnvError, f"{what} failed"):
+                yield
+    except TimeoutError as cause:
+        raise late from cause
+    if limit.expired():  # it caught its cancellation
+        raise late
