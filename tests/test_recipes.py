@@ -5,28 +5,92 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trl_rollouts import read_transcripts
+from trl_rollouts.testing import FakeServer, byte_tokenizer, tiny_model
 
 ROOT = Path(__file__).parent.parent
 
 
 RECIPES = ["tool_call", "code_execution"]
+CONFIGS = sorted((ROOT / "recipes/configs").glob("*.yaml"))
+NEEDS = {"gymnasium_frozenlake": "gymnasium", "reasoning_gym_problems": "reasoning_gym"}
 
 
-@pytest.mark.parametrize("config", sorted((ROOT / "recipes/configs").glob("*.yaml")), ids=lambda path: path.name)
+def load(recipe: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The recipe as a module, if what it needs is there."""
+    pytest.importorskip(NEEDS.get(recipe, "trl"))
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    return importlib.import_module(recipe)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
 def test_every_field_of_a_config_file_is_known(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trl import GRPOConfig, ModelConfig, TrlParser
 
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    recipe = importlib.import_module(config.stem.removesuffix("_cpu"))
+    recipe = load(config.stem.removesuffix("_cpu"), monkeypatch)
     parser = TrlParser((recipe.TaskConfig, GRPOConfig, ModelConfig))
     task, args, model = parser.parse_args_and_config(["--config", str(config), "--use_cpu", "true", "--bf16", "false"])
     assert task.transcript_dir == f"{args.output_dir}/transcripts"
     assert model.model_name_or_path
+
+
+@pytest.mark.parametrize("recipe", sorted({path.stem.removesuffix("_cpu") for path in CONFIGS}))
+def test_a_recipe_hides_no_library_from_itself(recipe: str) -> None:
+    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "recipes"]
+    assert PathFinder.find_spec(recipe, elsewhere) is None  # a script's own folder comes first on its path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a one-layer model whose tokens are bytes."""
+    folder, tokenizer = tmp_path_factory.mktemp("tiny"), byte_tokenizer()
+    tiny_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def play(recipe: Any, tiny: str, output_dir: Path, reply: Callable[[str], str], *arguments: str) -> list[Any]:
+    """Two steps of a recipe on a server whose model answers a prompt's text with `reply`: its transcripts."""
+    from trl import GRPOConfig, ModelConfig, TrlParser
+
+    tokenizer = byte_tokenizer()
+    with FakeServer(lambda prompt: reply(tokenizer.decode(prompt)), tokenizer=tokenizer, model=tiny) as server:
+        parser = TrlParser((recipe.TaskConfig, GRPOConfig, ModelConfig))
+        command = ["--config", str(ROOT / f"recipes/configs/{recipe.__name__}_cpu.yaml"), "--max_steps", "2"]
+        command += ["--model_name_or_path", tiny, "--vllm_server_base_url", server.base_url, "--num_generations", "2"]
+        command += ["--output_dir", str(output_dir), "--transcript_dir", str(output_dir / "transcripts")]
+        command += ["--per_device_train_batch_size", "4", "--max_completion_length", "1000", *arguments]
+        recipe.main(*parser.parse_args_and_config(command))
+    history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "reward" in entry] == [1, 2]
+    return list(read_transcripts(output_dir / "transcripts"))
+
+
+def test_frozen_lake_is_played_for_two_steps(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lake = load("gymnasium_frozenlake", monkeypatch)
+    lines = play(lake, tiny, tmp_path, lambda prompt: "down" if prompt.count("assistant") < 3 else "I go right.")
+    assert len(lines) == 8
+    assert all("FrozenLake" not in str(line["error"]) for line in lines)
+    assert all(line["stop_reason"] in ("terminated", "max_turns") for line in lines)
+    assert all("[S]" in line["messages"][1]["content"] for line in lines)
+
+
+def test_reasoning_gym_is_played_for_two_steps(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load("reasoning_gym_problems", monkeypatch)
+
+    def solve(prompt: str) -> str:
+        terms = prompt.rpartition("problem: ")[2].partition(" =")[0]
+        return f"<answer>{eval(terms)}</answer>"
+
+    lines = play(recipe, tiny, tmp_path, solve)
+    assert [line["env_reward"] for line in lines] == [1.0] * 8
 
 
 @pytest.mark.server
