@@ -8,20 +8,23 @@ Each process writes what its rollouts were given and returned to FOLDER/rank<N>.
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from contract_parts import Quiz, Recorded, chat, make_trainer, use_vllm_server_mode
 
 from trl_rollouts import Message, Rollout, env_reward, env_rollout
+from trl_rollouts.envs.seeds import reset_seed
 
 
 class RankQuiz(Quiz):
-    """Tells the fake server which process asks, so that the two get completions of other lengths."""
+    """Tells the fake server which process asks, so that the two get completions of other lengths; notes its seeds."""
 
     rank = -1
+    seeds: ClassVar[list[int]] = []
 
     def reset(self, prompt: list[Message]) -> list[Message]:
         super().reset(prompt)
+        self.seeds.append(reset_seed(prompt, "RankQuiz"))
         return [*prompt, *chat(f"I am rank {self.rank}.")]
 
 
@@ -53,6 +56,7 @@ def main(base_url: str, folder: Path) -> None:
     report = {
         "own_sync": train(env_rollout(RankQuiz, base_url=base_url), folder, max_steps=2),
         "server_mode": train(env_rollout(RankQuiz), folder, vllm_mode="server", vllm_server_base_url=base_url),
+        "seeds": RankQuiz.seeds,
     }
     (folder / f"rank{RankQuiz.rank}.json").write_text(json.dumps(report))
 

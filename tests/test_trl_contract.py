@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -548,6 +549,12 @@ def test_two_processes_take_the_same_steps_on_a_group_that_they_share(launched: 
     assert reports[0]["own_sync"]["grad_norms"] == reports[1]["own_sync"]["grad_norms"]
     assert all(0 < norm < math.inf for norm in reports[0]["own_sync"]["grad_norms"])
     assert all(math.isfinite(norm) for norm in reports[0]["server_mode"]["grad_norms"])
+
+
+def test_two_processes_begin_the_episodes_of_a_group_with_one_seed(launched: dict[str, Launched]) -> None:
+    folder = launched["two_processes"].folder
+    seeds = [json.loads((folder / f"rank{rank}.json").read_text())["seeds"] for rank in (0, 1)]
+    assert seeds == [[zlib.crc32(b"Guess.")] * 3] * 2
 
 
 def test_of_two_processes_one_reloads_the_weights_once_a_step(launched: dict[str, Launched]) -> None:
