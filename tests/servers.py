@@ -17,9 +17,9 @@ _ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path, *vllm_arguments: str) -> Iterator[str]:
+def vllm_server(model: Path, log: Path, *vllm_arguments: str, port: int = 0) -> Iterator[str]:
     """`trl-rollouts serve`: yields its base URL."""
-    port = free_port()
+    port = port or free_port()
     command = [sys.executable, "-m", "trl_rollouts.cli", "serve", str(model), "--port", str(port)]
     command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "2048", *vllm_arguments]
     base_url = f"http://127.0.0.1:{port}"

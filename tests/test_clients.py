@@ -3,6 +3,7 @@
 The fake server is copied from what vLLM 0.31's and TRL 1.10.0's were seen to do; tests/server asks the real ones.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -333,16 +334,18 @@ def roll_url(url: str) -> dict[str, list[Any]]:
 
 @PROTOCOLS
 def test_a_server_that_dies_in_the_middle_is_raised_in_bounded_time(protocol: Any) -> None:
-    server = FakeServer(lambda prompt: Reply([97, END], delay_s=0.2), protocol=protocol)
-    with server:
-        rollout = env_rollout(Twice, base_url=server.base_url, weight_sync=None)
-        call(rollout, "p")
-        server.stop()
+    with FakeServer(lambda prompt: "a", protocol=protocol) as server:
+
+        class Killing(Twice):
+            async def step(self, action: Any) -> StepResult:
+                if self.turns == 0:
+                    await asyncio.to_thread(server.stop)
+                return await super().step(action)
+
         started = time.monotonic()
-        with pytest.raises(ServerError, match="cannot be reached.*after 4 attempts"):
-            call(rollout, "p", "q")
+        with pytest.raises(ServerError, match="cannot be reached.*after 4 attempts.*did not come back within 0 s"):
+            roll(server, "p", "q", env=Killing)
         assert time.monotonic() - started < 30
-        rollout.close()
 
 
 @PROTOCOLS

@@ -3,6 +3,7 @@
     RolloutError
     ├── SetupError (ValueError)      infra: arguments, server flags or trainer settings that cannot work together
     ├── ServerError                  infra: the server is gone, or breaks its protocol
+    │   ├── ServerGoneError          infra: it cannot be reached, or says that it is not well
     │   └── RequestError             data: the server refused, or failed to answer, one request
     ├── SandboxError                 infra: model-written code cannot be confined here as it must be
     │   └── SessionError             data: one sandboxed session could not be opened, or was lost with its machine
@@ -34,6 +35,10 @@ class TemplateError(RolloutError, ValueError):
 
 class ServerError(RolloutError):
     """The server cannot be reached, or does not keep to its protocol."""
+
+
+class ServerGoneError(ServerError):
+    """The server cannot be reached, or answers nothing and is not healthy. Another process of it may be well."""
 
 
 class RequestError(ServerError):

@@ -15,16 +15,16 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from . import trainer as reading
 from .clients import Client, connect, normal_url
 from .engine import Cleanup, Engine
 from .env import EnvFactory
 from .episode import Prompt, Setting, run_trajectories
-from .errors import RolloutError, SetupError
+from .errors import RolloutError, ServerError, SetupError
 from .hosting import EnvLimits
 from .kinds import EnvKinds
 from .metrics import log_figures, mostly_cut
@@ -34,6 +34,9 @@ from .tokens import ChatTokenizer
 from .trajectory import StopReason, Trajectory, columns
 from .transcripts import write_transcripts
 from .weights import CheckpointSync
+
+if TYPE_CHECKING:
+    from .clients.pool import PoolClient
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +78,9 @@ class Rollout:
         urls = [base_url] if isinstance(base_url, str) else base_url
         self._base_urls = None if urls is None else [normal_url(url) for url in urls]
         self._given_client = options.get("client")
-        self._client: Client | None = None
+        self._pool: PoolClient | None = None
         self._tokenizer: ChatTokenizer | None = None
-        self._connected_to: list[str] = []
+        self._connected_to: tuple[list[str], Callable[[str], None] | None] | None = None
         self._parser = options.get("parser")
         self._max_concurrency = options.get("max_concurrency", 256)
         self._request_timeout_s = options.get("request_timeout_s", 600.0)
@@ -109,11 +112,13 @@ class Rollout:
         for topic, warning in reading.warnings(trainer, sampling, self._trajectory_timeout_s).items():
             self._warn_once(topic, warning)
         if self._engine is None or self._engine.pid != os.getpid():  # a forked child has no thread of its own
-            self._engine, self._client = Engine(), None
+            self._engine, self._pool = Engine(), None
             self._engine.cleanups[:] = self._cleanups
         base_urls = self._urls(trainer)
-        client = self._connected(trainer, tokenizer, base_urls)
-        self._sync_weights(trainer, base_urls)
+        sync = self._sync_for(trainer, base_urls)
+        client = self._connected(trainer, tokenizer, base_urls, self._restore_by(sync))
+        if sync is not None:
+            sync.sync(trainer, base_urls)
 
         setting = Setting(
             env_kinds=self._env_kinds,
@@ -129,7 +134,15 @@ class Rollout:
         )
         step, rank = int(trainer.state.global_step), int(trainer.accelerator.process_index)
         seeds = [hash((step, rank, index)) for index in range(len(prompts))]  # of ints: the same in every process
-        trajectories = self._engine.run(run_trajectories(prompts, seeds, setting, self._max_concurrency))
+        try:
+            trajectories = self._engine.run(run_trajectories(prompts, seeds, setting, self._max_concurrency))
+        finally:
+            restarted = self._engine.run(self._pool.rest()) if self._pool is not None else []
+        if restarted and self._weight_sync is not None:
+            raise ServerError(
+                f"{restarted} was restarted during this rollout, and no request missed it: what it has sampled since "
+                "may be of its first weights, not the trainer's. Start the training again from its last checkpoint."
+            )
         self._report(trainer, trajectories)
         return columns(trajectories, placeholder_id=tokenizer.eos_token_id)
 
@@ -137,7 +150,7 @@ class Rollout:
         """Close connections and end the thread. Also happens when the Rollout is collected, or Python exits."""
         if self._engine is not None:
             self._engine.close()
-        self._engine = self._client = None
+        self._engine = self._pool = None
 
     def _urls(self, trainer: Any) -> list[str]:
         """The servers' addresses: ours, or the trainer's; none for a given client."""
@@ -153,16 +166,18 @@ class Rollout:
             "use_vllm=False, pass base_url='http://localhost:8000' or set vllm_server_base_url."
         )
 
-    def _connected(self, trainer: Any, tokenizer: ChatTokenizer, base_urls: list[str]) -> Client:
-        """The client, proved against this trainer when it is first needed."""
+    def _connected(
+        self, trainer: Any, tokenizer: ChatTokenizer, base_urls: list[str], restore: Callable[[str], None] | None
+    ) -> Client:
+        """The client, proved against this trainer when it is first needed, and there."""
         if self._given_client is not None:
             return self._given_client
-        if self._client is None or self._connected_to != base_urls:
-            assert self._engine is not None
-            if self._client is not None:
-                self._engine.run(self._client.close())
-                self._client = None
-            self._client = self._engine.run(
+        assert self._engine is not None
+        if self._pool is not None and self._connected_to != (base_urls, restore):
+            self._engine.run(self._pool.close())
+            self._pool = None
+        if self._pool is None:
+            self._pool = self._engine.run(
                 connect(
                     base_urls,
                     tokenizer,
@@ -170,26 +185,31 @@ class Rollout:
                     max_model_len=reading.max_model_len(trainer),
                     wait_s=trainer.args.vllm_server_timeout,
                     request_timeout_s=self._request_timeout_s,
+                    restore=restore,
                 )
             )
-            self._connected_to = base_urls
-            self._engine.cleanups[:] = [self._client.close, *self._cleanups]
-        return self._client
+            self._connected_to = base_urls, restore
+            self._engine.cleanups[:] = [self._pool.close, *self._cleanups]
+        self._engine.run(self._pool.roll_call())
+        return self._pool
 
-    def _sync_weights(self, trainer: Any, base_urls: list[str]) -> None:
-        """Bring the trainer's weights to servers that TRL does not sync; a step's first request comes after."""
-        sync = self._weight_sync
-        if sync == "auto":
-            if trainer.use_vllm and self._base_urls and not reading.is_own_server(trainer, self._base_urls):
-                raise SetupError(
-                    f"TRL syncs its weights to its own vLLM (vllm_mode={trainer.args.vllm_mode!r}), not to "
-                    f"{base_urls}. Leave out base_url to use the trainer's server, or pass "
-                    "weight_sync=CheckpointSync(), or weight_sync=None if those servers' weights are meant to stay "
-                    "as they are."
-                )
-            sync = None if trainer.use_vllm or not base_urls else self._own_sync
-        if sync is not None:
-            sync.sync(trainer, base_urls)
+    def _sync_for(self, trainer: Any, base_urls: list[str]) -> CheckpointSync | None:
+        """What brings the trainer's weights to servers that TRL does not sync; a step's first request comes after."""
+        if self._weight_sync != "auto":
+            return self._weight_sync
+        if trainer.use_vllm and self._base_urls and not reading.is_own_server(trainer, self._base_urls):
+            raise SetupError(
+                f"TRL syncs its weights to its own vLLM (vllm_mode={trainer.args.vllm_mode!r}), not to {base_urls}. "
+                "Leave out base_url to use the trainer's server, or pass weight_sync=CheckpointSync(), or "
+                "weight_sync=None if those servers' weights are meant to stay as they are."
+            )
+        return None if trainer.use_vllm or not base_urls else self._own_sync
+
+    def _restore_by(self, sync: CheckpointSync | None) -> Callable[[str], None] | None:
+        """What brings them to a server that was started anew; None where only TRL could, which cannot."""
+        if self._weight_sync is None:
+            return _leave_weights
+        return getattr(sync, "restore", None)
 
     def _report(self, trainer: Any, trajectories: Sequence[Trajectory]) -> None:
         """Transcripts, figures, warnings; raises where nothing is left to train on."""
@@ -238,3 +258,7 @@ class Rollout:
         if topic not in self._warned:
             self._warned.add(topic)
             logger.warning(message)
+
+
+def _leave_weights(base_url: str) -> None:
+    """For servers whose weights are meant to stay as they are."""

@@ -7,6 +7,7 @@ that the server can read, and the server reloads it in place.
 The order on each server is: reload, reset of the prefix cache (whose entries the old weights computed), first request.
 """
 
+import logging
 import os
 import shutil
 import time
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import SetupError, WeightSyncError, boundary
+from .errors import ServerGoneError, SetupError, WeightSyncError, boundary
 
 if TYPE_CHECKING:
     import requests
@@ -25,6 +26,9 @@ RELOAD_TIMEOUT_S = 600.0
 RESET_TIMEOUT_S = 30.0
 PREFIX = "rollout-weights-step-"
 """Begins the name of each folder that is written, and so of those that are removed."""
+UNFINISHED = ".unfinished"
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointSync:
@@ -40,6 +44,9 @@ class CheckpointSync:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = None if folder is None else Path(folder)
         self._synced: tuple[Any, int, frozenset[str]] | None = None
+        self._written_to: Path | None = None
+        self._is_shared = False
+        """Whether other processes use the same servers."""
 
     def sync(self, trainer: Any, base_urls: Sequence[str]) -> None:
         """Bring the weights of the trainer's current step to every server, once a step. Called on every process.
@@ -54,6 +61,8 @@ class CheckpointSync:
         state, step, servers = trainer.state, int(trainer.state.global_step), frozenset(base_urls)
         if self._synced is not None and self._synced[0] is state and self._synced[1:] == (step, servers):
             return
+        self._written_to = (self._folder or Path(trainer.args.output_dir) / "rollout_weights").absolute()
+        self._is_shared = trainer.accelerator.num_processes > 1
         state_dict = _state_dict(trainer)
         problem: Exception | None = None
         if trainer.accelerator.is_main_process:
@@ -67,16 +76,46 @@ class CheckpointSync:
             raise problem
         self._synced = (state, step, servers)
 
+    def restore(self, base_url: str) -> None:
+        """Bring the weights that were synced last to a server that was started anew.
+
+        Every process may do that by itself, of those that sample from the server, and at the same time.
+
+        Raises:
+            WeightSyncError: they cannot be read here, or the server failed to take them.
+        """
+        folders = self._written_to.glob(f"{PREFIX}*") if self._written_to is not None else ()
+        if not (whole := sorted(folder for folder in folders if folder.suffix != UNFINISHED)):
+            raise WeightSyncError(
+                f"No weights for {base_url}, which was started anew: {self._written_to} holds none. Every process "
+                "that samples must be able to read that folder."
+            )
+        _reload(base_url, whole[-1], is_shared=self._is_shared)
+
     def _push(self, trainer: Any, state_dict: dict[str, Any], base_urls: Sequence[str]) -> None:
-        folder = (self._folder or Path(trainer.args.output_dir) / "rollout_weights").absolute()
+        assert self._written_to is not None
+        folder = self._written_to
         step = folder / f"{PREFIX}{trainer.state.global_step:08d}-{uuid.uuid4().hex[:8]}"
         _save(trainer.accelerator.unwrap_model(trainer.model), state_dict, step)
-        for base_url in base_urls:
-            _reload(base_url, step)
+        self._reload_all(base_urls, step)
         # What the servers no longer need, and what a killed run left half-written.
         for old in folder.glob(f"{PREFIX}*"):
             if old != step:
                 shutil.rmtree(old, ignore_errors=True)
+
+    @staticmethod
+    def _reload_all(base_urls: Sequence[str], folder: Path) -> None:
+        """Of several servers one may be gone: it gets the weights when it is back."""
+        gone = []
+        for base_url in base_urls:
+            try:
+                _reload(base_url, folder)
+            except ServerGoneError as error:
+                gone.append(error)
+        if len(gone) == len(base_urls):
+            raise WeightSyncError(str(gone[0])) from gone[0]
+        for loss in gone:
+            logger.warning("A server is left without the new weights: %s", loss)
 
 
 def _state_dict(trainer: Any) -> dict[str, Any]:
@@ -93,7 +132,7 @@ def _state_dict(trainer: Any) -> dict[str, Any]:
 
 def _save(model: Any, state_dict: dict[str, Any], folder: Path) -> None:
     """Write into a folder that appears whole under its name or not at all."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
+    unfinished = folder.with_name(folder.name + UNFINISHED)
     with _no_progress_bar():
         model.save_pretrained(unfinished, state_dict=state_dict)
     unfinished.chmod(0o755)
@@ -117,10 +156,17 @@ def _no_progress_bar() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def _reload(base_url: str, folder: Path) -> None:
+def _reload(base_url: str, folder: Path, *, is_shared: bool = False) -> None:
+    """Reload, and forget what the old weights computed.
+
+    `is_shared`: other processes of this run may be sampling already. Each of them has brought the same weights first,
+    and the first of them found nobody sampling, so its reset took place, and what was computed since is right.
+    """
     _post(base_url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
     started = time.monotonic()
     while not _was_reset(_post(base_url, "/reset_prefix_cache", None)):
+        if is_shared:
+            return
         if time.monotonic() - started >= RESET_TIMEOUT_S:
             raise WeightSyncError(
                 f"{base_url} did not reset its prefix cache within {RESET_TIMEOUT_S:g} s: requests still use it. They "
@@ -141,6 +187,8 @@ def _post(base_url: str, path: str, body: dict[str, Any] | None) -> "requests.Re
         with requests.Session() as session:
             session.trust_env = False  # no proxy, as for sampling
             response = session.post(base_url + path, json=body, timeout=RELOAD_TIMEOUT_S, allow_redirects=False)
+    except requests.ConnectionError as cause:
+        raise ServerGoneError(f"{base_url}{path} cannot be reached: {type(cause).__name__}: {cause}") from cause
     except requests.RequestException as cause:
         raise WeightSyncError(f"{base_url}{path} did not answer: {type(cause).__name__}: {cause}") from cause
     if response.status_code == 404:

@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from servers import vllm_server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_rollouts import (
@@ -195,6 +197,44 @@ def test_after_a_sync_the_server_is_the_trainers_model(
     assert restored["completion_ids"] == before["completion_ids"]
     assert restored["logprobs"] == before["logprobs"]
     assert len(list((tmp_path / "weights").iterdir())) == 1
+
+
+def test_trajectories_outlive_their_server_and_go_on_with_the_trainers_weights(
+    smollm2: Path, tokenizer: Any, model: Any, tmp_path: Path
+) -> None:
+    """It is ended while it samples their second turns. A new one, at the same address, has the base weights."""
+    port, second = free_port(), []
+
+    def replace(stack: ExitStack) -> None:
+        stack.close()
+        second.append(stack.enter_context(vllm_server(smollm2, tmp_path / "second.log", port=port)))
+
+    class Replacing(ThreeTurns):
+        def step(self, action: Message) -> StepResult:
+            if not (second or replacing.is_alive()):
+                with suppress(RuntimeError):  # another trajectory was first
+                    replacing.start()
+            return super().step(action)
+
+    layers = model.model.layers
+    layers[20], layers[29] = layers[29], layers[20]
+    with ExitStack() as stack:
+        base_url = stack.enter_context(vllm_server(smollm2, tmp_path / "first.log", port=port))
+        replacing = threading.Thread(target=replace, args=(stack,))
+        try:
+            rollout = env_rollout(Replacing, base_url=base_url, weight_sync=CheckpointSync(tmp_path / "weights"))
+            trainer = trainer_for(tokenizer, model, max_completion_length=600, temperature=1.0)
+            batch = rollout(QUESTIONS, trainer)
+            replacing.join()
+            for row in range(len(QUESTIONS)):
+                own = own_logprobs(model, batch["prompt_ids"][row], batch["completion_ids"][row], temperature=1.0)
+                sampled = [index for index, flag in enumerate(batch["env_mask"][row]) if flag]
+                assert max(abs(own[index] - batch["logprobs"][row][index]) for index in sampled) < 0.5
+        finally:
+            layers[20], layers[29] = layers[29], layers[20]
+        rollout.close()
+    assert second == [base_url]
+    assert batch["rollout_error"] == [None] * len(QUESTIONS)
 
 
 @pytest.fixture(scope="module")

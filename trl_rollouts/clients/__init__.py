@@ -5,20 +5,24 @@ its protocol, and proves that what it samples can be trained on: same vocabulary
 temperature, room for a completion. A wrong set-up is refused with the flag to add.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import SetupError
 from ..sampling import Sampling
 from ..tokens import ChatTokenizer
 from ..trajectory import Completion
 
+if TYPE_CHECKING:
+    from .pool import PoolClient
+
 
 class Client(Protocol):
     """Samples completions. Used from one event loop."""
 
-    max_model_len: int | None
-    """Tokens of prompt and completion together that the server can hold; None if it does not say."""
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and completion together that the server can hold; None if it does not say."""
 
     async def generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
         """One completion of `token_ids`.
@@ -30,6 +34,19 @@ class Client(Protocol):
 
     async def close(self) -> None:
         """Abort what is under way and close connections."""
+
+
+class ServerClient(Client, Protocol):
+    """A client of one server."""
+
+    base_url: str
+
+    async def instance(self) -> str | None:
+        """What tells this process of the server from the next one at its address; None if it does not say.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: no answer.
+        """
 
 
 def normal_url(url: str) -> str:
@@ -47,7 +64,8 @@ async def connect(
     max_model_len: int | None = None,
     wait_s: float = 0.0,
     request_timeout_s: float = 600.0,
-) -> Client:
+    restore: Callable[[str], None] | None = None,
+) -> "PoolClient":
     """A client for the vLLM server, or servers, at `base_url`.
 
     Args:
@@ -55,8 +73,10 @@ async def connect(
         tokenizer: the trainer's, which the server's must equal.
         max_completion_length: tokens of a completion that the server's context must have room for.
         max_model_len: the server's context, for a server that does not tell it (TRL's own).
-        wait_s: seconds to wait for a server that does not answer yet.
+        wait_s: seconds to wait for a server that does not answer yet, or does not any more.
         request_timeout_s: seconds that one request may take, queueing in the server included.
+        restore: brings the trainer's weights to a server that was started anew, by its address; it may block. None:
+            nothing can, so a server that is gone is gone for good.
 
     Raises:
         ServerError: nothing answers, or something that is neither `vllm serve` nor `trl vllm-serve`.
@@ -65,22 +85,21 @@ async def connect(
     from .detect import connect_one
     from .pool import PoolClient
 
-    urls = [base_url] if isinstance(base_url, str) else list(base_url)
-    clients: list[Client] = []
+    async def reach(url: str) -> ServerClient:
+        return await connect_one(
+            url,
+            tokenizer,
+            max_completion_length=max_completion_length,
+            max_model_len=max_model_len,
+            wait_s=wait_s,
+            request_timeout_s=request_timeout_s,
+        )
+
+    pool = PoolClient(reach, restore, wait_s=wait_s)
     try:
-        for url in urls:
-            clients.append(
-                await connect_one(
-                    normal_url(url),
-                    tokenizer,
-                    max_completion_length=max_completion_length,
-                    max_model_len=max_model_len,
-                    wait_s=wait_s,
-                    request_timeout_s=request_timeout_s,
-                )
-            )
+        for url in [base_url] if isinstance(base_url, str) else base_url:
+            await pool.add(normal_url(url))
     except BaseException:
-        for client in clients:
-            await client.close()
+        await pool.close()
         raise
-    return clients[0] if len(clients) == 1 else PoolClient(clients)
+    return pool

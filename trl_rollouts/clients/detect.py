@@ -7,9 +7,9 @@ from typing import Any
 
 import aiohttp
 
-from ..errors import RequestError, ServerError, SetupError
+from ..errors import RequestError, ServerError, ServerGoneError, SetupError
 from ..tokens import ChatTokenizer
-from . import Client
+from . import ServerClient
 from .http import Http
 from .trl_server import TRLServerClient
 from .vllm import VLLMClient
@@ -30,7 +30,7 @@ async def connect_one(
     max_model_len: int | None,
     wait_s: float,
     request_timeout_s: float,
-) -> Client:
+) -> ServerClient:
     """The client for the server at `base_url`, proved. Raises as `connect` does."""
     http = Http(base_url, timeout_s=request_timeout_s)
     try:
@@ -86,7 +86,8 @@ async def _models(http: Http, wait_s: float) -> dict[str, Any] | None:
         )
         waited = True
         await asyncio.sleep(min(_RETRY_S, wait_s - elapsed))
-    raise ServerError(
+    is_gone = problem.startswith("cannot be reached")
+    raise (ServerGoneError if is_gone else ServerError)(
         f"The server at {http.base_url} {problem}, after {time.monotonic() - started:.0f} s. Expected is a vLLM "
         "server: start one with `trl-rollouts serve MODEL` (or `trl vllm-serve`; TRL <= 1.10 has its own, with "
         "/generate/), and check host and port."

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import tenacity
 
-from ..errors import RequestError, ServerError
+from ..errors import RequestError, ServerGoneError
 
 MAX_ATTEMPTS = 4
 GET_TIMEOUT_S = 10.0
@@ -50,7 +50,7 @@ class Http:
 
         Raises:
             RequestError: refused (4xx), failed in the server (500), or not answered within `timeout_s`.
-            ServerError: the server cannot be reached.
+            ServerGoneError: the server cannot be reached.
         """
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(MAX_ATTEMPTS),
@@ -63,7 +63,7 @@ class Http:
                 with attempt:
                     return await self._attempt(path, body, attempt.retry_state.attempt_number)
         except aiohttp.ClientError as cause:
-            raise ServerError(
+            raise ServerGoneError(
                 f"The server at {self.base_url} cannot be reached ({type(cause).__name__}: {cause}) after "
                 f"{MAX_ATTEMPTS} attempts at {path}. Check that it is running; its log says why if it died."
             ) from cause

@@ -61,6 +61,10 @@ class TRLServerClient:
         prompt_ids: list[int] = answer["prompt_ids"][0]
         return prompt_ids
 
+    async def instance(self) -> str | None:
+        """It does not tell, and answers nothing at all while it generates."""
+        return None
+
     async def close(self) -> None:
         if self._sender is not None:
             self._sender.cancel()

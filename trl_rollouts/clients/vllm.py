@@ -5,12 +5,17 @@ logprob. One request a trajectory: the server batches what is under way.
 """
 
 import math
+import re
 from typing import Any
 
-from ..errors import RequestError, ServerError
+import aiohttp
+
+from ..errors import RequestError, ServerError, ServerGoneError
 from ..sampling import Sampling
 from ..trajectory import Completion
 from .http import Http
+
+_STARTED = re.compile(r"^process_start_time_seconds (\S+)$", re.MULTILINE)
 
 
 class VLLMClient:
@@ -45,6 +50,12 @@ class VLLMClient:
                 "vLLM >= 0.10.2."
             ) from cause
 
+    async def instance(self) -> str | None:
+        """The start of the server's process. vLLM started with several API servers does not tell it."""
+        status, answer = await self._http.get("/metrics")
+        found = _STARTED.search(answer) if status == 200 and isinstance(answer, str) else None
+        return found[1] if found else None
+
     async def close(self) -> None:
         await self._http.close()
 
@@ -57,12 +68,25 @@ class VLLMClient:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        answer = await self._http.post("/v1/completions", settings | body)
+        try:
+            answer = await self._http.post("/v1/completions", settings | body)
+        except RequestError as error:
+            if (error.status is None or error.status >= 500) and (problem := await self._problem()):
+                raise ServerGoneError(f"{error} And {self.base_url}/health {problem}.") from error
+            raise
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != 1:
             raise ServerError(f"{self.base_url}/v1/completions answered without exactly one choice: {answer!r:.300}")
         choice: dict[str, Any] = choices[0]
         return choice
+
+    async def _problem(self) -> str | None:
+        """What is wrong with the server itself, by its own word: it is not healthy once its engine has died."""
+        try:
+            status, _ = await self._http.get("/health")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return f"does not answer ({type(error).__name__}: {error})"
+        return f"answers {status}" if status >= 500 else None
 
 
 def _completion(choice: dict[str, Any], base_url: str) -> Completion:

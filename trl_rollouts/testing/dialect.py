@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A status-200 answer. A body of None is an empty one."""
+    """A status-200 answer. A body of None is an empty one, a text is sent as it is."""
 
     body: Any
     delay_s: float = 0.0
@@ -36,6 +36,8 @@ class Dialect(Protocol):
     generate_path: str
     is_serial: bool
     """One request at a time, health checks included."""
+    num_starts: int
+    """Of the server's process: what tells one from the next."""
 
     def prompts(self, body: Any) -> list[list[int]]:
         """The prompts of a generate request that are token ids."""

@@ -109,6 +109,7 @@ class FakeServer:
     def start(self) -> None:
         if self._thread is not None:
             raise RuntimeError(f"The server runs already, at {self.base_url}.")
+        self._dialect.num_starts += 1
         started: Future[int] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(started)), name="FakeServer", daemon=True
@@ -258,6 +259,8 @@ class FakeServer:
 
 
 def _response(answer: Answer) -> web.Response:
+    if isinstance(answer.body, str):
+        return web.Response(text=answer.body)
     return web.Response() if answer.body is None else web.json_response(answer.body)
 
 

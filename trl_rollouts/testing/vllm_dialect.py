@@ -32,8 +32,10 @@ class VLLMDialect:
         self._max_model_len = max_model_len
         self._logprobs_mode = logprobs_mode
         self._ids = itertools.count()
+        self.num_starts = 0
         self.routes: dict[tuple[str, str], Route] = {
             ("GET", "/health"): lambda body, query: Answer(None),
+            ("GET", "/metrics"): lambda body, query: Answer(f"process_start_time_seconds {self.num_starts}.0\n"),
             ("GET", "/version"): lambda body, query: Answer({"version": "0.31.0"}),
             ("GET", "/v1/models"): lambda body, query: self._models(),
             ("POST", "/tokenize"): lambda body, query: self._tokenize(body),
