@@ -22,6 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("server") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SERVER_TEST_TIMEOUT_S))
+        if "launched" in getattr(item, "fixturenames", ()):  # the first one waits for six processes
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")

@@ -201,6 +201,7 @@ def test_a_row_is_what_was_sampled_and_bridges_whatever_is_said_and_wherever_it_
         parser=None,
         sampling=Sampling(max_tokens=100_000),
         max_completion_length=100_000,
+        vocab_size=None,
         max_turns=num_turns,
         max_result_tokens=None,
         timeout_s=60.0,

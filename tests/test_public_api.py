@@ -33,7 +33,7 @@ LAYERS = [
     {"clients"},
     {"tools", "weights", "episode", "trainer"},
     {"code"},
-    {"options", "rollout"},
+    {"options", "failures", "rollout"},
     {"ready_made", "doctor", "envs"},
     {"__init__", "cli", "testing"},
 ]

@@ -4,10 +4,12 @@ The byte tokenizer's ids are bytes; 257 is <|im_start|>, 258 <|im_end|>, 261 and
 """
 
 import asyncio
+import copy
 import importlib.util
 import itertools
 import logging
 import math
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -537,15 +539,6 @@ def test_a_parser_that_exits_fails_its_row_only() -> None:
     assert batch["stop_reason"] == ["terminated", "error"]
 
 
-def test_a_client_that_breaks_its_contract_is_raised_with_the_numbers() -> None:
-    class Broken(ScriptedClient):
-        async def generate(self, token_ids: list[int], sampling: Any) -> Completion:
-            return Completion([1, 2], [-0.1], "stop")
-
-    with pytest.raises(AssertionError, match="returned 2 ids and 1 logprobs"):
-        roll(env_rollout(Echo, client=Broken([])), ask("p"))
-
-
 def test_an_environment_may_use_its_messages_again_and_may_not_turn_them_into_the_models() -> None:
     class Reusing(Echo):
         message: Message = {"role": "user", "content": ""}  # noqa: RUF012
@@ -981,3 +974,51 @@ def test_a_parser_that_returns_no_message_is_told_what_one_is(returned: Any) -> 
     rollout = tool_rollout([multiply], parser=lambda text: returned, client=ScriptedClient(["a"]))
     with pytest.raises(RolloutError, match="The parser returned .*; it must return a message such as"):
         roll(rollout, ask("p"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "said"),
+    [
+        ([97, 300], [-1.0, -1.0], r"the ids \[300\], which the trainer's model, of vocab_size=300, does not know"),
+        ([-1], [-1.0], r"the ids \[-1\]"),
+        ([True], [-1.0], r"the ids \[True\]"),
+        ([97, 98], [-1.0], "2 ids and 1 logprobs"),
+        ([], [], "0 ids and 0 logprobs"),
+    ],
+)
+def test_a_completion_that_is_not_the_models_stops_the_run(ids: list[int], logprobs: list[float], said: str) -> None:
+    class Wrong(ScriptedClient):
+        async def generate(self, token_ids: list[int], sampling: Any) -> Completion:
+            return Completion(ids, logprobs, "stop")
+
+    trainer = fake_trainer(TOKENIZER)
+    trainer.model.config.vocab_size = 300
+    with pytest.raises(ServerError, match=said):
+        env_rollout(Echo, client=Wrong([]))([ask("p")], trainer)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_batch_of_which_no_token_has_a_logprob_stops_the_training(mode: Any) -> None:
+    class Unknown(ScriptedClient):
+        async def generate(self, token_ids: list[int], sampling: Any) -> Completion:
+            return Completion([*b"stop", END], [math.nan] * 5, "stop")
+
+    rollout = env_rollout(Echo, client=Unknown([]))
+    trainer = fake_trainer(TOKENIZER, mode=mode)
+    if mode == "eval":
+        assert rollout([ask("p"), ask("q")], trainer)["env_mask"] == [[0] * 5] * 2
+        return
+    with pytest.raises(RolloutError, match="Nothing of 2 trajectories can be trained: the server gave no logprobs"):
+        rollout([ask("p"), ask("q")], trainer)
+
+
+def test_a_rollout_is_not_pickled_or_copied() -> None:
+    rollout = env_rollout(Echo, client=ScriptedClient(["stop"]))
+    for copying in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be pickled or copied. Make one in each process"):
+            copying(rollout)
+
+
+def test_a_time_limit_without_end_is_none() -> None:
+    with pytest.raises(SetupError, match="trajectory_timeout_s must be a positive number, not inf"):
+        env_rollout(Echo, trajectory_timeout_s=math.inf)

@@ -475,8 +475,8 @@ def guesses(ids: list[int]) -> str:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Launched]]:
-    """Both scripts, at the same time: most of it is waiting for imports."""
-    names = ("two_processes", "failing_sync")
+    """All scripts, at the same time: most of it is waiting for imports."""
+    names = ("two_processes", "failing_sync", "failing_rank")
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     servers = {name: FakeServer(guesses) for name in names}
     processes = {}
@@ -484,7 +484,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
         for name in names:
             servers[name].start()
             processes[name] = launch(f"contract_{name}.py", servers[name].base_url, folders[name])
-        outputs = {name: process.communicate(timeout=90)[0] for name, process in processes.items()}
+        outputs = {name: process.communicate(timeout=250)[0] for name, process in processes.items()}
         yield {
             name: Launched(processes[name].returncode, outputs[name], folders[name], servers[name]) for name in names
         }
@@ -563,7 +563,8 @@ def test_of_two_processes_one_reloads_the_weights_once_a_step(launched: dict[str
     order = [
         path
         for path, body in server.requests
-        if path != "/v1/models" and not (path == "/v1/completions" and isinstance(body["prompt"], str))
+        if path not in ("/v1/models", "/metrics")
+        and not (path == "/v1/completions" and isinstance(body["prompt"], str))
     ]
     assert [path for path, _ in groupby(order)] == ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"] * 2
 
@@ -575,3 +576,9 @@ def test_both_processes_end_with_the_error_of_the_one_that_syncs(launched: dict[
     assert errors[0] == errors[1]
     assert errors[0].startswith("WeightSyncError: The weights could not be saved or sent: NotADirectoryError: ")
     assert process.output.count(errors[0]) >= 1
+
+
+def test_an_error_on_one_process_ends_the_other_that_waits_for_it_and_is_seen(launched: dict[str, Launched]) -> None:
+    process = launched["failing_rank"]
+    assert process.returncode != 0
+    assert "SetupError: the game's licence is missing on this machine" in process.output

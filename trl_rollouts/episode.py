@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .clients import Client
+from .clients import Client, check_completion
 from .env import StepResult, checked_action
 from .errors import EnvError, boundary, is_data
 from .hosting import EnvLimits, HostedEnv
@@ -52,6 +52,8 @@ class Setting:
     sampling: Sampling
     max_completion_length: int
     """Tokens of a whole trajectory, observations included."""
+    vocab_size: int | None
+    """Of the trainer's model; None if unknown."""
     max_turns: int
     max_result_tokens: int | None
     """An observation's text that has more is shown without its middle."""
@@ -156,6 +158,7 @@ async def _turn(trajectory: Trajectory, env: HostedEnv, parser: Parser, seed_ind
     with _timed(trajectory, "generate_s"):
         context = trajectory.prompt_ids + trajectory.completion_ids
         completion = await setting.client.generate(context, sampling)
+        check_completion(completion, setting.vocab_size)
     trajectory.append_completion(completion)
     with boundary(EnvError, "the parser failed"), exits_as_errors():
         opened = opened_thoughts(setting.tokenizer.decode_end(context))

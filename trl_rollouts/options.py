@@ -1,6 +1,7 @@
 """What every rollout takes besides its own arguments, and what is wrong with what it was given."""
 
 import difflib
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -73,6 +74,6 @@ def check_values(options: RolloutOptions) -> None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises `SetupError` unless it is a number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    """Raises `SetupError` unless it is a number above 0, and finite: a call of the rollout has an upper bound."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise SetupError(f"{name} must be a positive number, not {value!r}.")

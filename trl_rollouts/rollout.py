@@ -14,24 +14,24 @@ groups.
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from . import trainer as reading
 from .clients import Client, connect, normal_url
 from .engine import Cleanup, Engine
 from .env import EnvFactory
 from .episode import Prompt, Setting, run_trajectories
-from .errors import RolloutError, ServerError, SetupError
+from .errors import ServerError, SetupError
+from .failures import Failures
 from .hosting import EnvLimits
 from .kinds import EnvKinds
 from .metrics import log_figures, mostly_cut
 from .options import RolloutOptions, check_positive, check_values
 from .sampling import Sampling
 from .tokens import ChatTokenizer
-from .trajectory import StopReason, Trajectory, columns
+from .trajectory import Trajectory, columns
 from .transcripts import write_transcripts
 from .weights import CheckpointSync
 
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from .clients.pool import PoolClient
 
 logger = logging.getLogger(__name__)
-
-MAX_FAILED_IN_A_ROW = 8
 
 
 class Rollout:
@@ -91,7 +89,7 @@ class Rollout:
         self._own_sync = CheckpointSync()
         self._engine: Engine | None = None
         self._lock = threading.Lock()
-        self._num_failed_in_a_row = 0
+        self._failures = Failures()
         self._warned: set[str] = set()
 
     def __call__(self, prompts: Sequence[Prompt], trainer: Any) -> dict[str, list[Any]]:
@@ -128,6 +126,7 @@ class Rollout:
             parser=self._parser,
             sampling=sampling,
             max_completion_length=trainer.args.max_completion_length,
+            vocab_size=reading.vocab_size(trainer),
             max_turns=self._max_turns,
             max_result_tokens=self._max_result_tokens,
             timeout_s=self._trajectory_timeout_s,
@@ -145,6 +144,12 @@ class Rollout:
             )
         self._report(trainer, trajectories)
         return columns(trajectories, placeholder_id=tokenizer.eos_token_id)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A Rollout holds a thread, connections and environments, so it cannot be pickled or copied. Make one in "
+            "each process, in the script that makes its trainer."
+        )
 
     def close(self) -> None:
         """Close connections and end the thread. Also happens when the Rollout is collected, or Python exits."""
@@ -222,37 +227,11 @@ class Rollout:
                 mode=mode,
                 rank=int(trainer.accelerator.process_index),
             )
-        self._raise_without_survivors(trajectories, whole=reading.is_whole_update(trainer))
+        self._failures.check(trajectories, whole=reading.is_whole_update(trainer))
         if trajectories:
             log_figures(trainer, trajectories, mode)
         if warning := mostly_cut(trajectories, trainer.args.max_completion_length):
             self._warn_once("length", warning)
-
-    def _raise_without_survivors(self, trajectories: Sequence[Trajectory], *, whole: bool) -> None:
-        """Raise where all trajectories failed and nothing says that this was chance.
-
-        A process of several, or an evaluation, may be handed a single prompt at a time: there, one failure is a failed
-        row, and only a run of them is the run's. `whole`: an update cannot do without these rows.
-        """
-        failed = [trajectory for trajectory in trajectories if trajectory.stop_reason is StopReason.ERROR]
-        all_failed = len(failed) == len(trajectories)
-        self._num_failed_in_a_row = self._num_failed_in_a_row + len(failed) if all_failed else 0
-        if not failed:
-            return
-        kinds = Counter(type(trajectory.cause).__name__ for trajectory in failed)
-        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        if all_failed and (whole or self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW):
-            which = f"All {len(failed)}" if whole else f"The last {self._num_failed_in_a_row}"
-            message = f"{which} trajectories failed ({counts}). The first: {failed[0].error}"
-            raise RolloutError(message) from failed[0].cause
-        logger.warning(
-            "%d of %d trajectories failed (%s). The first: %s",
-            len(failed),
-            len(trajectories),
-            counts,
-            failed[0].error,
-            exc_info=failed[0].cause,
-        )
 
     def _warn_once(self, topic: str, message: str) -> None:
         if topic not in self._warned:

@@ -95,6 +95,14 @@ def max_model_len(trainer: Any) -> int | None:
     return limit or getattr(trainer.model.config, "max_position_embeddings", None)
 
 
+def vocab_size(trainer: Any) -> int | None:
+    """Rows of the model's embedding, which may be more than the tokenizer's tokens; None where its config has none."""
+    config = trainer.model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size: int | None = getattr(config, "vocab_size", None)
+    return size
+
+
 def warnings(trainer: Any, sampling: Sampling, trajectory_timeout_s: float) -> dict[str, str]:
     """Settings that work and will disappoint, by topic."""
     args = trainer.args

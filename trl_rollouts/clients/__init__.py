@@ -8,7 +8,7 @@ temperature, room for a completion. A wrong set-up is refused with the flag to a
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import SetupError
+from ..errors import ServerError, SetupError
 from ..sampling import Sampling
 from ..tokens import ChatTokenizer
 from ..trajectory import Completion
@@ -47,6 +47,23 @@ class ServerClient(Client, Protocol):
         Raises:
             aiohttp.ClientError, TimeoutError: no answer.
         """
+
+
+def check_completion(completion: Completion, vocab_size: int | None) -> None:
+    """What any client owes, whoever wrote it.
+
+    Raises:
+        ServerError: ids and logprobs do not pair, or an id is none of the trainer's model.
+    """
+    token_ids, logprobs = completion.token_ids, completion.logprobs
+    if not token_ids or len(token_ids) != len(logprobs):
+        raise ServerError(f"A completion has {len(token_ids)} ids and {len(logprobs)} logprobs; it needs one each.")
+    wrong = [i for i in token_ids if type(i) is not int or i < 0 or (vocab_size is not None and i >= vocab_size)]
+    if wrong:
+        raise ServerError(
+            f"A completion has the ids {wrong[:5]}, which the trainer's model, of vocab_size={vocab_size}, does not "
+            "know. Serve the model that is trained."
+        )
 
 
 def normal_url(url: str) -> str:
