@@ -23,6 +23,9 @@ HEAVY = {
     "ray",
     "gymnasium",
     "reasoning_gym",
+    "textarena",
+    "openenv",
+    "verifiers",
 }
 
 # From what all build on to what builds on all; a module imports only from groups before its own, or its own.

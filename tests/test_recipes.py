@@ -20,7 +20,11 @@ ROOT = Path(__file__).parent.parent
 
 RECIPES = ["tool_call", "code_execution"]
 CONFIGS = sorted((ROOT / "recipes/configs").glob("*.yaml"))
-NEEDS = {"gymnasium_frozenlake": "gymnasium", "reasoning_gym_problems": "reasoning_gym"}
+NEEDS = {
+    "gymnasium_frozenlake": "gymnasium",
+    "reasoning_gym_problems": "reasoning_gym",
+    "textarena_guess_the_number": "textarena",
+}
 
 
 def load(recipe: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -91,6 +95,12 @@ def test_reasoning_gym_is_played_for_two_steps(tiny: str, tmp_path: Path, monkey
 
     lines = play(recipe, tiny, tmp_path, solve)
     assert [line["env_reward"] for line in lines] == [1.0] * 8
+
+
+def test_a_textarena_game_is_played_for_two_steps(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load("textarena_guess_the_number", monkeypatch)
+    lines = play(recipe, tiny, tmp_path, lambda prompt: f"[{prompt.count('assistant')}]")
+    assert [line["stop_reason"] for line in lines] == ["terminated"] * 8
 
 
 @pytest.mark.server

@@ -1,7 +1,7 @@
 """The seed that an episode begins with: one for all members of a group, in every process."""
 
-import functools
 import logging
+import threading
 import zlib
 
 from ..errors import SetupError
@@ -33,11 +33,18 @@ def reset_seed(prompt: list[Message], name: str) -> int:
     return seed
 
 
-@functools.cache
+_WARNED: set[str] = set()
+_LOCK = threading.Lock()
+
+
 def _warn_no_seed(name: str) -> None:
-    """Once an environment."""
-    logger.warning(
-        "Rows for %s have no seed, so it is computed from the prompt's text: rows with the same text begin the same. "
-        'For others, add a column "seed" and use with_task(dataset, ["seed"]).',
-        name,
-    )
+    """Once an environment, though many trajectories begin at the same time."""
+    with _LOCK:
+        is_first = name not in _WARNED
+        _WARNED.add(name)
+    if is_first:
+        logger.warning(
+            "Rows for %s have no seed, so it is computed from the prompt's text: rows with the same text begin the "
+            'same. For others, add a column "seed" and use with_task(dataset, ["seed"]).',
+            name,
+        )
