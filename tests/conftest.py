@@ -18,7 +18,11 @@ SERVER_TEST_TIMEOUT_S = 600  # the first one waits for its server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in ("server", "families")])
+    slow = ("server", "families", "environments")
+    for item in items:
+        if item.path.parent.name == "envs":
+            item.add_marker("environments")
+    items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in slow])
     for item in items:
         if item.get_closest_marker("server") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SERVER_TEST_TIMEOUT_S))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openenv_servers import environment_server, require_openenv
 
 from trl_rollouts import read_transcripts
 from trl_rollouts.testing import FakeServer, byte_tokenizer, tiny_model
@@ -23,7 +24,9 @@ CONFIGS = sorted((ROOT / "recipes/configs").glob("*.yaml"))
 NEEDS = {
     "gymnasium_frozenlake": "gymnasium",
     "reasoning_gym_problems": "reasoning_gym",
+    "openenv_echo": "websockets",
     "textarena_guess_the_number": "textarena",
+    "verifiers_environment": "verifiers.v1",
 }
 
 
@@ -101,6 +104,25 @@ def test_a_textarena_game_is_played_for_two_steps(tiny: str, tmp_path: Path, mon
     recipe = load("textarena_guess_the_number", monkeypatch)
     lines = play(recipe, tiny, tmp_path, lambda prompt: f"[{prompt.count('assistant')}]")
     assert [line["stop_reason"] for line in lines] == ["terminated"] * 8
+
+
+def test_an_environment_of_verifiers_is_played_for_two_steps(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load("verifiers_environment", monkeypatch)
+    lines = play(recipe, tiny, tmp_path, lambda prompt: str(5 + prompt.count("higher") - prompt.count("lower")))
+    ends = {(line["stop_reason"], round(line["env_reward"], 6)) for line in lines}
+    assert ends == {("max_turns", 0.1), ("terminated", 1.1)}
+
+
+def test_an_openenv_server_is_played_for_two_steps(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_openenv()
+    recipe = load("openenv_echo", monkeypatch)
+    with environment_server(tmp_path, "word_echo") as env_url:
+        lines = play(recipe, tiny, tmp_path, lambda prompt: "Hello", "--env_url", env_url)
+    assert [line["env_reward"] for line in lines] == [1.0] * 8
+    shown = [message["content"] for message in lines[0]["messages"]]
+    assert shown[3:] == ["Hello", 'The echo says "Hello". Another word.', "Hello"]
 
 
 @pytest.mark.server

@@ -153,7 +153,8 @@ def with_task(dataset: Any, columns: Sequence[str]) -> Any:
 
     Args:
         dataset: a `datasets.Dataset` whose `prompt` column holds lists of messages.
-        columns: names of the columns to hand over; they also stay in the dataset, for reward functions.
+        columns: names of the columns to hand over, beside what a task holds already; they also stay in the dataset,
+            for reward functions.
 
     Raises:
         ValueError: a column is missing, or prompts are strings.
@@ -166,7 +167,8 @@ def with_task(dataset: Any, columns: Sequence[str]) -> Any:
     def place(row: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(row["prompt"], list) or not row["prompt"]:
             raise ValueError(f"with_task needs prompts that are lists of messages, not {row['prompt']!r:.100}.")
-        task = {name: row[name] for name in columns}
-        return {"prompt": [*row["prompt"][:-1], {**row["prompt"][-1], "task": task}]}
+        *others, last = row["prompt"]
+        task = {**(last.get("task") or {}), **{name: row[name] for name in columns}}
+        return {"prompt": [*others, {**last, "task": task}]}
 
     return dataset.map(place)

@@ -36,6 +36,15 @@ def plain(message: Message) -> Message:
     return {**plain, "content": message_text(message)} if isinstance(plain.get("content"), list) else plain
 
 
+def with_text_behind(prompt: list[Message], text: str) -> list[Message]:
+    """The prompt, and what an environment has to say first: a paragraph of its last message, if that is a user's."""
+    *others, last = prompt
+    if last["role"] != "user":
+        return [*prompt, {"role": "user", "content": text}]
+    words = message_text(last)
+    return [*others, {**last, "content": f"{words}\n\n{text}" if words else text}]
+
+
 def in_parts(message: Message) -> Message:
     """The message with its text as a list of parts."""
     content = message.get("content")

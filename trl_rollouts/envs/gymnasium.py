@@ -18,7 +18,7 @@ from typing import Any
 
 from ..env import EnvFactory, StepResult
 from ..errors import SetupError, boundary
-from ..messages import message_text
+from ..messages import with_text_behind
 from ..trajectory import Message
 from .seeds import reset_seed
 
@@ -78,12 +78,7 @@ class GymnasiumEnv:
         if prompt[-1].get("is_rendered"):
             raise SetupError("gymnasium_env has a first observation to show; use prompts that are lists of messages.")
         observation, info = self._env.reset(seed=reset_seed(prompt, str(self._env)))
-        text = self._shown(observation, info)
-        *others, last = prompt
-        if last["role"] != "user":
-            return [*prompt, {"role": "user", "content": text}]
-        words = message_text(last)
-        return [*others, {**last, "content": f"{words}\n\n{text}" if words else text}]
+        return with_text_behind(prompt, self._shown(observation, info))
 
     def step(self, action: Message) -> StepResult:
         try:

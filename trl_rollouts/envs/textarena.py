@@ -34,7 +34,7 @@ from typing import Any
 
 from ..env import EnvFactory, StepResult
 from ..errors import EnvError, SetupError, boundary
-from ..messages import message_text
+from ..messages import with_text_behind
 from ..trajectory import Message
 from .seeds import reset_seed
 
@@ -87,12 +87,7 @@ class TextArenaEnv:
             raise SetupError("textarena_env has a game's prompt to show; use prompts that are lists of messages.")
         self._game, self._generator = self._games.begun(reset_seed(prompt, self._name))
         _mend(_innermost(self._game).state)
-        text = _said(self._game)
-        *others, last = prompt
-        if last["role"] != "user":
-            return [*prompt, {"role": "user", "content": text}]
-        words = message_text(last)
-        return [*others, {**last, "content": f"{words}\n\n{text}" if words else text}]
+        return with_text_behind(prompt, _said(self._game))
 
     def step(self, action: Message) -> StepResult:
         with _drawing_from(self._generator):

@@ -4,8 +4,9 @@ As in TRL, `reset` gets the row and may return text that is appended to the prom
 `get_reward()`, or else the attribute `reward`, read once at the end; and an instance is made once and reset often, as
 many of them serve as there are trajectories at a time. Rewards reach reward functions by `env_reward`.
 
-TRL's dict of several factories is `env_rollout({"a": trl_environment(A), "b": trl_environment(B)})`, with its rows routed
-by the same column. Not here: functions beside the methods, images, and the argument `environments` of reward functions.
+TRL's dict of several factories is `env_rollout({"a": trl_environment(A), "b": trl_environment(B)})`, with its rows
+routed by the same column. Not here: functions beside the methods, images, and the argument `environments` of reward
+functions.
 """
 
 import copy
