@@ -206,7 +206,7 @@ def test_a_row_is_what_was_sampled_and_bridges_whatever_is_said_and_wherever_it_
         max_result_tokens=None,
         timeout_s=60.0,
     )
-    row = asyncio.run(run_trajectory(conversation("user", 0), 0, setting))
+    row = asyncio.run(run_trajectory(conversation("user", 0), lambda: script, 0, setting))
 
     assert row.error is None
     assert row.num_turns == num_turns

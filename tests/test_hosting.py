@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from trl_rollouts import Message, Rollout, RolloutError, SetupError, StepResult, env_rollout, with_task
+from trl_rollouts.hosting import EnvLimits, HostedEnv
 from trl_rollouts.testing import Reply, ScriptedClient, byte_tokenizer, fake_trainer
 
 TOKENIZER = byte_tokenizer()
@@ -126,7 +127,7 @@ def test_a_close_that_hangs_is_not_waited_for(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         assert roll(env_rollout(Stuck, close_timeout_s=0.1, client=stop()), ask("p"))["env_reward"] == [4.0]
     assert time.monotonic() - started < 5
-    assert "env.close failed: TimeoutError" in caplog.text
+    assert "env.close did not come back within close_timeout_s=0.1" in caplog.text
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -336,3 +337,68 @@ def test_a_row_without_a_known_environment_is_refused_before_anything_is_sampled
 def test_a_factory_that_cannot_work_is_refused(env_factory: Any, said: str) -> None:
     with pytest.raises(SetupError, match=said):
         env_rollout(env_factory)
+
+
+# From the outside in
+
+
+def test_an_environment_that_is_made_in_the_moment_of_its_cancellation_is_closed() -> None:
+    closed: list[int] = []
+
+    class Counted(Echo):
+        def close(self) -> None:
+            closed.append(1)
+
+    async def play(num_ticks: int) -> None:
+        made = threading.Event()
+
+        def factory() -> Echo:
+            made.set()
+            return Counted()
+
+        env = HostedEnv(factory, EnvLimits())
+        making = asyncio.create_task(env.make())
+        while not made.is_set():
+            await asyncio.sleep(0)
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        making.cancel()
+        with suppress(asyncio.CancelledError):
+            await making
+        await env.close()
+        for _ in range(100):
+            if closed:
+                return
+            await asyncio.sleep(0.01)
+
+    for num_ticks in range(6):
+        closed.clear()
+        asyncio.run(play(num_ticks))
+        assert closed == [1], num_ticks
+
+
+def test_a_close_goes_on_where_who_waits_for_it_is_cancelled() -> None:
+    events: list[str] = []
+
+    class Slow(Echo):
+        async def close(self) -> None:  # type: ignore[override]
+            events.append("begun")
+            await asyncio.sleep(0.1)
+            events.append("closed")
+
+    async def play() -> None:
+        env = HostedEnv(Slow, EnvLimits())
+        await env.make()
+        closing = asyncio.create_task(env.close())
+        await asyncio.sleep(0.02)
+        closing.cancel()
+        await asyncio.sleep(0.3)
+
+    num_threads = threading.active_count()
+    asyncio.run(play())
+    assert events == ["begun", "closed"]
+    for _ in range(100):
+        if threading.active_count() <= num_threads:
+            break
+        time.sleep(0.01)
+    assert threading.active_count() <= num_threads

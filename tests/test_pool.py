@@ -3,6 +3,7 @@
 The fake server tells a process from the next as vLLM does, by the start of its process, and keeps what it was sent.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,21 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from trl_rollouts import Rollout, RolloutError, ServerError, SetupError, StepResult, env_rollout
+from trl_rollouts import (
+    Completion,
+    Rollout,
+    RolloutError,
+    Sampling,
+    ServerError,
+    SetupError,
+    StepResult,
+    WeightSyncError,
+    env_rollout,
+    weights,
+)
 from trl_rollouts.clients import http
+from trl_rollouts.clients.pool import PoolClient
+from trl_rollouts.errors import ServerGoneError
 from trl_rollouts.testing import FakeServer, Reply, Status, byte_tokenizer, fake_trainer, tiny_model
 from trl_rollouts.testing.dialect import Refusal
 
@@ -211,7 +225,7 @@ def test_a_restart_between_two_calls_that_trl_cannot_make_up_for_is_an_error(ser
 
 def test_a_restart_that_no_request_missed_is_an_error(server: Server, trainer: Any) -> None:
     rollout = env_rollout(turns(second=server.restart), base_url=server.base_url)
-    with pytest.raises(ServerError, match="was restarted during this rollout, and no request missed it"):
+    with pytest.raises(ServerError, match="restarted during this rollout, and no request missed it"):
         roll(rollout, trainer)
 
 
@@ -228,14 +242,16 @@ def test_a_server_that_comes_back_with_another_context_is_refused(server: Server
         roll(rollout, trainer)
 
 
-def test_weights_that_are_not_to_be_found_are_an_error(server: Server, trainer: Any, tmp_path: Path) -> None:
+def test_weights_that_a_server_cannot_read_any_more_are_an_error(server: Server, trainer: Any) -> None:
+    def refuse(body: Any, query: Any) -> Any:
+        raise Refusal(500, {"error": {"message": "no such folder"}})
+
     def lose() -> None:
-        for folder in (tmp_path / "rollout_weights").iterdir():
-            folder.rename(tmp_path / folder.name)
+        server._dialect.routes["POST", "/collective_rpc"] = refuse
         lost(server)()
 
     trainer.args.vllm_server_timeout = 30.0
-    with pytest.raises(RolloutError, match=f"No weights for {server.base_url}, which was started anew"):
+    with pytest.raises(RolloutError, match="/collective_rpc answered 500.*no such folder.*No other server is left"):
         roll(env_rollout(turns(first=lose), base_url=server.base_url), trainer)
 
 
@@ -250,3 +266,152 @@ def test_a_server_whose_engine_has_died_is_gone_although_it_answers(server: Serv
     trainer.args.vllm_server_timeout = 0.5
     with pytest.raises(ServerError, match="/v1/completions answered 500.*And .*/health answers 503"):
         roll(env_rollout(turns(first=die), base_url=server.base_url, weight_sync=None), trainer)
+
+
+def test_a_server_that_missed_the_new_weights_is_not_sampled_before_it_has_them(
+    servers: list[Server], trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post, failures = weights._post, iter([ServerGoneError("a cable was pulled")])
+
+    def flaky(base_url: str, path: str, body: Any) -> Any:
+        if base_url == servers[1].base_url and (failure := next(failures, None)):
+            raise failure
+        return post(base_url, path, body)
+
+    monkeypatch.setattr(weights, "_post", flaky)
+    rollout = env_rollout(Turns, base_url=[server.base_url for server in servers])
+    assert roll(rollout, trainer, *"pqrs")["num_turns"] == [3] * 4
+    sampled = paths(servers[1])
+    assert sampled == [] or sampled[:2] == SYNC
+
+
+def test_the_weights_of_trls_own_server_are_never_left_as_they_are(server: Server, trainer: Any) -> None:
+    trainer.use_vllm, trainer.vllm_mode = True, "server"
+    trainer.args.vllm_mode, trainer.args.vllm_server_base_url = "server", server.base_url
+    rollout = env_rollout(turns(first=lost(server)), weight_sync=None)
+    with pytest.raises(ServerError, match="start the training again from its last checkpoint"):
+        roll(rollout, trainer)
+
+
+def test_a_batch_that_ran_out_of_time_for_want_of_a_server_is_an_error(server: Server, trainer: Any) -> None:
+    trainer.args.vllm_server_timeout = 30.0
+    rollout = env_rollout(turns(first=server.stop), base_url=server.base_url, trajectory_timeout_s=2.0)
+    with pytest.raises(ServerError, match="It did not come back in time"):
+        roll(rollout, trainer, *"pq")
+
+
+class Scripted:
+    """A client of a server whose processes are numbered, for what no real server does on cue."""
+
+    base_url, max_model_len = "http://scripted", 512
+
+    def __init__(self, generate: Callable[[], Any], process: int = 0) -> None:
+        self._generate, self._process = generate, process
+        self.is_closed = False
+
+    async def generate(self, token_ids: list[int], sampling: Any) -> Completion:
+        completion: Completion = await self._generate()
+        return completion
+
+    async def instance(self) -> str:
+        return str(self._process)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+SAMPLING = Sampling(max_tokens=8)
+
+
+def pool_of(clients: list[Scripted], restore: Any = lambda base_url: None, wait_s: float = 5.0) -> PoolClient:
+    """A pool of one address, at which these are found one after the other."""
+    found = iter(clients)
+
+    async def reach(base_url: str) -> Any:
+        return next(found)
+
+    return PoolClient(["http://scripted"], reach, restore, wait_s=wait_s)
+
+
+def sampled(token_id: int) -> Completion:
+    return Completion([token_id], [-1.0], "stop")
+
+
+def test_what_comes_from_a_server_that_was_lost_meanwhile_is_not_used() -> None:
+    async def play() -> list[Completion]:
+        answers, lost = iter([0, 1]), asyncio.Event()
+
+        async def first() -> Completion:
+            if next(answers) == 0:
+                await lost.wait()
+                return sampled(1)  # from the next process at the address, by a second attempt of its client
+            lost.set()
+            raise ServerGoneError("gone")
+
+        async def second() -> Completion:
+            return sampled(2)
+
+        pool = pool_of([Scripted(first), Scripted(second, process=1)])
+        await pool.join()
+        return await asyncio.gather(pool.generate([5], SAMPLING), pool.generate([5], SAMPLING))
+
+    assert asyncio.run(play()) == [sampled(2), sampled(2)]
+
+
+def test_a_request_that_kills_its_servers_is_given_up() -> None:
+    async def play() -> None:
+        async def kill() -> Completion:
+            raise ServerGoneError("gone")
+
+        pool = pool_of([Scripted(kill, process=number) for number in range(9)])
+        await pool.join()
+        await pool.generate([5] * 7, SAMPLING)
+
+    with pytest.raises(ServerError, match="3 servers were lost with a request of 7 tokens, max_tokens=8"):
+        asyncio.run(play())
+
+
+def test_the_context_of_a_server_that_is_gone_is_still_known() -> None:
+    async def play() -> int | None:
+        pool = pool_of([Scripted(lambda: None)], restore=None)
+        await pool.join()
+        await pool.lose(["http://scripted"])
+        return pool.max_model_len
+
+    assert asyncio.run(play()) == 512
+
+
+def test_a_server_that_dies_while_it_gets_its_weights_is_looked_for_again() -> None:
+    losses = [ServerGoneError("gone again"), None]
+
+    def restore(base_url: str) -> None:
+        if error := losses.pop(0):
+            raise error
+
+    async def play() -> tuple[Completion, list[bool]]:
+        async def answer() -> Completion:
+            return sampled(2)
+
+        clients = [Scripted(answer, process=number) for number in range(3)]
+        pool = pool_of(clients, restore)
+        await pool.join()
+        await pool.lose(["http://scripted"])
+        completion = await pool.generate([5], SAMPLING)
+        await pool.rest()
+        return completion, [client.is_closed for client in clients]
+
+    assert asyncio.run(play()) == (sampled(2), [True, True, False])
+
+
+def test_whatever_keeps_weights_from_being_brought_is_told() -> None:
+    def restore(base_url: str) -> None:
+        raise PermissionError("weights.safetensors")
+
+    async def play() -> None:
+        pool = pool_of([Scripted(lambda: None)] * 2, restore)
+        await pool.join()
+        await pool.lose(["http://scripted"])
+        await pool.generate([5], SAMPLING)
+
+    with pytest.raises(WeightSyncError, match="could not be brought to .*PermissionError: weights.safetensors"):
+        asyncio.run(play())

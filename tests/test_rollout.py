@@ -850,7 +850,7 @@ def test_a_server_that_trl_does_not_sync_is_refused_and_its_own_is_known_by_any_
         with pytest.raises(SetupError, match="TRL syncs its weights to its own vLLM"):
             rollout._sync_for(trainer, rollout._urls(trainer))
     else:
-        rollout._sync_for(trainer, rollout._urls(trainer))
+        assert rollout._sync_for(trainer, rollout._urls(trainer)) is None
 
 
 def test_the_templates_arguments_and_the_models_ends_of_turn_come_from_the_trainer() -> None:

@@ -23,16 +23,24 @@ from trl_rollouts.errors import RequestError
 from trl_rollouts.sampling import Sampling
 from trl_rollouts.testing import (
     BrokenBody,
+    CutOff,
     FakeServer,
+    ForeignTokenId,
+    Garbage,
+    LongTokenIds,
+    NaNLogprob,
     NoLogprobs,
     NoTokenIds,
     NullLogprob,
+    Reordered,
     Reply,
     Reset,
     ScriptedClient,
     Silence,
     Status,
+    Trickle,
     WrongCount,
+    WrongIndex,
     WrongPromptIds,
     byte_tokenizer,
     fake_trainer,
@@ -343,6 +351,19 @@ def test_weight_calls_are_recorded_in_order() -> None:
     assert server.requests == [("/collective_rpc", reload), ("/reset_prefix_cache", None)]
 
 
+def test_the_prefix_cache_is_not_reset_while_a_request_uses_it() -> None:
+    def reset(server: FakeServer) -> Any:
+        return requests.post(f"{server.base_url}/reset_prefix_cache", timeout=5).json()
+
+    with FakeServer([Reply([EOS], delay_s=0.5)]) as server, ThreadPoolExecutor(1) as waiting:
+        running = waiting.submit(choice, server)
+        while not server.served_at_once:
+            time.sleep(0.01)
+        assert reset(server) == {"success": False}
+        running.result()
+        assert reset(server) == {"success": True}
+
+
 def test_without_dev_mode_there_are_no_weight_calls() -> None:
     with FakeServer([], dev_mode=False) as server:
         response = requests.post(f"{server.base_url}/collective_rpc", json={}, timeout=5)
@@ -531,6 +552,10 @@ def test_faults_can_be_chosen_by_the_request() -> None:
         (NullLogprob(1), lambda one: one["logprobs"]["token_logprobs"][1] is None),
         (NoTokenIds(), lambda one: "token_ids" not in one and "prompt_token_ids" not in one),
         (WrongPromptIds(), lambda one: one["prompt_token_ids"] == [65, 0]),
+        (NaNLogprob(1), lambda one: math.isnan(one["logprobs"]["token_logprobs"][1] or 0.0)),
+        (LongTokenIds(), lambda one: one["token_ids"] == [72, 105, EOS] * 2),
+        (ForeignTokenId(1, 999), lambda one: one["token_ids"] == [72, 999, EOS]),
+        (WrongIndex(), lambda one: one["index"] == 1),
     ],
 )
 def test_an_answer_of_vllm_can_be_spoiled(fault: Any, broken: Callable[[Any], bool]) -> None:
@@ -547,12 +572,42 @@ def test_an_answer_of_vllm_can_be_spoiled(fault: Any, broken: Callable[[Any], bo
         (NoTokenIds(), lambda answer: "completion_ids" not in answer),
         (WrongPromptIds(), lambda answer: answer["prompt_ids"] == [[65, 0]]),
         (WrongCount(), lambda answer: answer["completion_ids"] == []),
+        (NaNLogprob(1), lambda answer: math.isnan(answer["logprobs"][0][1][0])),
+        (LongTokenIds(), lambda answer: answer["completion_ids"] == [[72, 105, EOS] * 2]),
+        (ForeignTokenId(1, 999), lambda answer: answer["completion_ids"] == [[72, 999, EOS]]),
     ],
 )
 def test_an_answer_of_trl_can_be_spoiled(fault: Any, broken: Callable[[Any], bool]) -> None:
     with FakeServer(lambda _: "Hi", faults=[fault], protocol="trl") as server:
         assert broken(generate(server, [[65]]).json())
         assert not broken(generate(server, [[65]]).json())
+
+
+def test_whole_rows_can_change_places() -> None:
+    with FakeServer(lambda ids: [*ids, EOS], faults=[Reordered()], protocol="trl") as server:
+        answer = generate(server, [[1], [2]]).json()
+    assert (answer["prompt_ids"], answer["completion_ids"]) == ([[2], [1]], [[2, EOS], [1, EOS]])
+    assert answer["logprob_token_ids"] == [[[2], [EOS]], [[1], [EOS]]]
+
+
+def test_fewer_bytes_than_were_promised_are_no_answer() -> None:
+    with FakeServer(["Hi"], faults=[CutOff()]) as server, pytest.raises(requests.exceptions.ChunkedEncodingError):
+        complete(server)
+
+
+def test_garbage_claims_to_be_text() -> None:
+    with FakeServer(["Hi"], faults=[Garbage()]) as server:
+        response = complete(server)
+    assert (response.status_code, response.encoding) == (200, "utf-8")
+    with pytest.raises(UnicodeDecodeError):
+        response.content.decode()
+
+
+def test_a_trickle_is_the_whole_answer_in_pieces() -> None:
+    with FakeServer(["Hi"], faults=[Trickle(over_s=0.3)]) as server:
+        started = time.monotonic()
+        assert choice(server)["text"] == "Hi"
+        assert time.monotonic() - started >= 0.28
 
 
 def test_a_choice_can_be_missing() -> None:

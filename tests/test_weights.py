@@ -370,3 +370,27 @@ def test_the_trainers_own_server_given_by_address_is_left_to_trl(spelling: str) 
         env_rollout(Echo, base_url=base_url)([[{"role": "user", "content": "x"}]], trainer)
     assert not sent_weights(server)
     assert len(server.prompts) == 1
+
+
+def test_nothing_is_restored_before_something_was_synced() -> None:
+    with pytest.raises(WeightSyncError, match="There are no weights to bring to http://x: none were synced yet"):
+        CheckpointSync().restore("http://x")
+
+
+def test_what_is_restored_is_what_was_synced_last(trainer: Any, server: WeightServer) -> None:
+    sync = CheckpointSync()
+    sync.sync(trainer, [server.base_url])
+    train(trainer)
+    sync.sync(trainer, [server.base_url])
+    sync.restore(server.base_url)
+    assert server.paths == SYNC * 3
+    assert server.folders[1] == server.folders[2] != server.folders[0]
+
+
+def test_beside_other_processes_a_prefix_cache_in_use_is_taken_for_theirs(trainer: Any, server: WeightServer) -> None:
+    sync = CheckpointSync()
+    sync.sync(trainer, [server.base_url])
+    sync._is_shared = True
+    server.answer = lambda path: (200, {"success": False})
+    sync.restore(server.base_url)
+    assert server.paths == SYNC * 2

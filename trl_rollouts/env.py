@@ -59,7 +59,8 @@ class Env(Protocol):
     proved before anything is sampled ("tool" where it has tools; None: not at all).
 
     And it may have one more method: `final_reward`, called once when the trajectory has ended in any way but by
-    failing, a limit included, before `close`. The number it returns is added to the last step's reward.
+    failing, a limit included, before `close`. The number it returns is added to the last step's reward. Where a call
+    still hangs then, it cannot be read, and the trajectory fails.
     """
 
     def reset(self, prompt: list[Message]) -> Any:
@@ -83,8 +84,8 @@ class Env(Protocol):
 
 
 EnvFactory = Callable[[], Env]
-"""Makes the environment of one trajectory. With an attribute `max_concurrency`, an int, there are never more than that
-at a time in a process, however many trajectories wait for one."""
+"""Makes the environment of one trajectory. With an attribute `max_concurrency`, an int, no more than that many
+trajectories of a rollout have one at a time, in this process, however many wait."""
 
 
 def checked_step(result: Any) -> StepResult:

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .clients import Client, check_completion
-from .env import StepResult, checked_action
+from .env import EnvFactory, StepResult, checked_action
 from .errors import EnvError, boundary, is_data
 from .hosting import EnvLimits, HostedEnv
-from .kinds import EnvKinds
+from .kinds import EnvKinds, capacity_of
 from .messages import plain
 from .parsing import Parser, find_parser
 from .parsing.thoughts import opened_thoughts
@@ -71,17 +71,19 @@ async def run_trajectories(
     prompts: Sequence[Prompt], seeds: Sequence[int], setting: Setting, max_concurrency: int
 ) -> list[Trajectory]:
     """All trajectories, in the prompts' order. One that must stop the run stops the others first."""
-    kinds = [setting.env_kinds.name(prompt) for prompt in prompts]  # every row, before one is sampled
-    capacities = {kind: min(max_concurrency, setting.env_kinds.capacity(kind)) for kind in kinds}
-    places = {kind: asyncio.Semaphore(int(capacity)) for kind, capacity in capacities.items()}
+    factories = [setting.env_kinds.of(prompt) for prompt in prompts]  # every row, before one is sampled
+    places = {id(factory): asyncio.Semaphore(capacity_of(factory) or max_concurrency) for factory in factories}
     slots = asyncio.Semaphore(max_concurrency)
 
-    async def run(prompt: Prompt, kind: str, seed: int) -> Trajectory:
-        async with places[kind], slots:  # in this order: who waits for a place keeps no slot from the other kinds
-            return await run_trajectory(prompt, seed, setting)
+    async def run(prompt: Prompt, factory: EnvFactory, seed: int) -> Trajectory:
+        async with (
+            places[id(factory)],
+            slots,
+        ):  # in this order: who waits for a place keeps no slot from the other kinds
+            return await run_trajectory(prompt, factory, seed, setting)
 
-    rows = zip(prompts, kinds, seeds, strict=True)
-    tasks = [asyncio.create_task(run(prompt, kind, seed)) for prompt, kind, seed in rows]
+    rows = zip(prompts, factories, seeds, strict=True)
+    tasks = [asyncio.create_task(run(prompt, factory, seed)) for prompt, factory, seed in rows]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
@@ -91,17 +93,17 @@ async def run_trajectories(
         raise
 
 
-async def run_trajectory(prompt: Prompt, seed_index: int, setting: Setting) -> Trajectory:
+async def run_trajectory(prompt: Prompt, env_factory: EnvFactory, seed_index: int, setting: Setting) -> Trajectory:
     """One trajectory, ended in every case but one: an infra failure is raised.
 
     Args:
         prompt: as the dataset has it, messages or a string.
+        env_factory: makes its environment.
         seed_index: distinguishes this trajectory from all others of the run, for a user's `seed`.
         setting: what it shares with the other trajectories of its call.
     """
     trajectory = Trajectory()
-    kinds = setting.env_kinds
-    env = HostedEnv(kinds.factories[kinds.name(prompt)], setting.env_limits)
+    env = HostedEnv(env_factory, setting.env_limits)
     try:
         await _play(trajectory, env, prompt, seed_index, setting)
         with _timed(trajectory, "env_s"):
@@ -128,7 +130,7 @@ async def _play(trajectory: Trajectory, env: HostedEnv, prompt: Prompt, seed_ind
                     raise TimeoutError
                 await _turn(trajectory, env, parser, seed_index, setting)
     except Exception as error:
-        if not limit.expired():
+        if not limit.expired() or not is_data(error):
             raise
         if not trajectory.num_turns:
             raise EnvError(f"no turn was finished within trajectory_timeout_s={setting.timeout_s:g}") from error

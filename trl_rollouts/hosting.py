@@ -5,7 +5,6 @@ an `EnvError` that names the call. It is closed once, whatever happened, and als
 """
 
 import asyncio
-import inspect
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from .env import Env, EnvFactory, StepResult, checked_opening, checked_reward, checked_step
 from .errors import EnvError, SetupError, boundary
 from .trajectory import Message
-from .worker import Worker
+from .worker import Worker, is_async
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +45,7 @@ class HostedEnv:
         self._worker = Worker()
         self._env: Env | None = None
         self._making: asyncio.Future[Env] | None = None
+        self._closing: asyncio.Future[None] | None = None
 
     async def make(self) -> None:
         """Raises `SetupError` where what was made is no environment."""
@@ -81,44 +81,58 @@ class HostedEnv:
             return checked_step(await self._worker.call(self._env.step, action))
 
     async def final_reward(self) -> float:
-        """What is added once the trajectory has ended; 0.0 of an environment that has no such method."""
+        """What is added once the trajectory has ended; 0.0 of an environment that has no such method.
+
+        Behind a call that still hangs it cannot be known, and a reward without it would be taken for the whole.
+        """
         method: Callable[[], Any] | None = getattr(self._env, "final_reward", None)
         if method is None:
             return 0.0
-        if self._worker.num_unfinished and not inspect.iscoroutinefunction(method):
+        if self._worker.num_unfinished and not is_async(method):
             raise EnvError("env.final_reward cannot be called: an earlier call of the environment has not returned.")
         async with _limited("env.final_reward", "step_timeout_s", self._limits.step_timeout_s):
             return checked_reward(await self._worker.call(method), "env.final_reward")
 
     async def close(self) -> None:
-        """Close it; a failure to close is worth a line, not a row. One that hangs is not waited for."""
-        if self._env is not None:
-            await self._close(self._env)
-        elif self._making is not None and not self._making.done():
-            if inspect.iscoroutinefunction(self._factory):
-                self._making.cancel()  # what it has begun, it ends itself
-            self._making.add_done_callback(self._close_late)
-            return
-        self._worker.end()
+        """Close it; a failure to close is worth a line, not a row. One that hangs is not waited for.
 
-    async def _close(self, env: Env) -> None:
-        close = getattr(env, "close", None)
-        if not callable(close):
+        It goes on where who waits for it is cancelled.
+        """
+        self._closing = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._closing)
+
+    async def _end(self) -> None:
+        making = self._making
+        if making is not None and not making.done():
+            if is_async(self._factory):
+                making.cancel()  # what it has begun, it ends itself
+            making.add_done_callback(self._end_late)
             return
-        queues = self._worker.num_unfinished > 0 and not inspect.iscoroutinefunction(close)
+        if self._env is None and making is not None and not making.cancelled() and making.exception() is None:
+            self._env = making.result()  # just then nobody waited any more
         try:
-            async with asyncio.timeout(0.0 if queues else self._limits.close_timeout_s):
+            if self._env is not None:
+                await self._close(getattr(self._env, "close", None))
+        finally:
+            self._worker.end()
+
+    async def _close(self, close: Any) -> None:
+        if not callable(close):  # what was made is no environment, and that has been said
+            return
+        is_queued = self._worker.num_unfinished > 0 and not is_async(close)
+        limit_s = 0.0 if is_queued else self._limits.close_timeout_s
+        try:
+            async with _limited("env.close", "close_timeout_s", limit_s):
                 await self._worker.call(close)
         except Exception as error:
-            logger.warning("env.close failed: %s: %s", type(error).__name__, error)
+            if is_queued and isinstance(error.__cause__, TimeoutError):
+                logger.warning("env.close follows once an earlier call of the environment has returned.")
+            else:
+                logger.warning("%s", error)
 
-    def _close_late(self, making: "asyncio.Future[Env]") -> None:
+    def _end_late(self, making: "asyncio.Future[Env]") -> None:
         """It was made after all, when nobody waited any more."""
-        if making.cancelled() or making.exception() is not None:
-            self._worker.end()
-            return
-        self._env = making.result()
-        self._closing = asyncio.ensure_future(self.close())
+        self._closing = asyncio.ensure_future(self._end())
 
 
 @asynccontextmanager

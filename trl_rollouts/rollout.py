@@ -3,7 +3,8 @@
     rollout_func(prompts, trainer)          len(prompts) rows in, as many out, in order; on every rank with its slice
      1  settings, tokenizer, client         the server is proved at the first call; the settings are read at every call
      2  weights, where TRL does not sync    before the first request
-     3  trajectories                        each on its own (`episode`), at most max_concurrency at a time
+     3  trajectories                        each on its own (`episode`), at most max_concurrency at a time; servers
+                                            that are lost meanwhile are looked for
      4  transcripts, figures
      5  columns                             every length asserted
 
@@ -14,12 +15,13 @@ groups.
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from . import trainer as reading
-from .clients import Client, connect, normal_url
+from .clients import Client, connect_pool, normal_url
 from .engine import Cleanup, Engine
 from .env import EnvFactory
 from .episode import Prompt, Setting, run_trajectories
@@ -114,9 +116,10 @@ class Rollout:
             self._engine.cleanups[:] = self._cleanups
         base_urls = self._urls(trainer)
         sync = self._sync_for(trainer, base_urls)
-        client = self._connected(trainer, tokenizer, base_urls, self._restore_by(sync))
-        if sync is not None:
-            sync.sync(trainer, base_urls)
+        client = self._connected(trainer, tokenizer, base_urls, self._restore_by(trainer, base_urls, sync))
+        left_out = sync.sync(trainer, base_urls) if sync is not None else None
+        if left_out and self._pool is not None:
+            self._engine.run(self._pool.lose(left_out))
 
         setting = Setting(
             env_kinds=self._env_kinds,
@@ -133,15 +136,8 @@ class Rollout:
         )
         step, rank = int(trainer.state.global_step), int(trainer.accelerator.process_index)
         seeds = [hash((step, rank, index)) for index in range(len(prompts))]  # of ints: the same in every process
-        try:
-            trajectories = self._engine.run(run_trajectories(prompts, seeds, setting, self._max_concurrency))
-        finally:
-            restarted = self._engine.run(self._pool.rest()) if self._pool is not None else []
-        if restarted and self._weight_sync is not None:
-            raise ServerError(
-                f"{restarted} was restarted during this rollout, and no request missed it: what it has sampled since "
-                "may be of its first weights, not the trainer's. Start the training again from its last checkpoint."
-            )
+        work = run_trajectories(prompts, seeds, setting, self._max_concurrency)
+        trajectories = self._engine.run(work) if self._pool is None else self._run_on(self._pool, work)
         self._report(trainer, trajectories)
         return columns(trajectories, placeholder_id=tokenizer.eos_token_id)
 
@@ -183,7 +179,7 @@ class Rollout:
             self._pool = None
         if self._pool is None:
             self._pool = self._engine.run(
-                connect(
+                connect_pool(
                     base_urls,
                     tokenizer,
                     max_completion_length=trainer.args.max_completion_length,
@@ -210,11 +206,37 @@ class Rollout:
             )
         return None if trainer.use_vllm or not base_urls else self._own_sync
 
-    def _restore_by(self, sync: CheckpointSync | None) -> Callable[[str], None] | None:
+    def _restore_by(
+        self, trainer: Any, base_urls: list[str], sync: CheckpointSync | None
+    ) -> Callable[[str], None] | None:
         """What brings them to a server that was started anew; None where only TRL could, which cannot."""
-        if self._weight_sync is None:
-            return _leave_weights
-        return getattr(sync, "restore", None)
+        if sync is not None:
+            return getattr(sync, "restore", None)  # a user's own sync may have none
+        is_trls = trainer.use_vllm and reading.is_own_server(trainer, base_urls)
+        return None if is_trls or self._weight_sync is not None else _leave_weights
+
+    def _run_on(self, pool: "PoolClient", work: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory]:
+        """Run to the end of the call, after which no server is looked for.
+
+        Raises:
+            ServerError: none is left, or one was restarted and nobody noticed in time.
+        """
+        assert self._engine is not None
+        assert self._connected_to is not None
+        try:
+            trajectories = self._engine.run(work)
+        except BaseException:
+            with suppress(Exception):
+                self._engine.run(pool.rest())
+            raise
+        restarted = self._engine.run(pool.rest())
+        if restarted and self._connected_to[1] is not _leave_weights:
+            raise ServerError(
+                f"{', '.join(restarted)}: restarted during this rollout, and no request missed it. What was sampled "
+                "since may be of its first weights, not the trainer's. Start the training again from its last "
+                "checkpoint."
+            )
+        return trajectories
 
     def _report(self, trainer: Any, trajectories: Sequence[Trajectory]) -> None:
         """Transcripts, figures, warnings; raises where nothing is left to train on."""

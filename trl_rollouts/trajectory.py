@@ -51,7 +51,7 @@ class StopReason(StrEnum):
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode. Three appends build it; `columns` turns a list of them into a batch."""
+    """One episode, built by its `append_...`s; `columns` turns a list of them into a batch."""
 
     prompt_ids: list[int] = field(default_factory=list)  # [P]
     completion_ids: list[int] = field(default_factory=list)  # [C]
@@ -121,8 +121,8 @@ class Trajectory:
 
     def add_reward(self, reward: float) -> None:
         """What was earned beside the steps' own rewards, at the end: it counts as the last step's."""
-        if self.step_rewards:
-            self.step_rewards[-1] += reward
+        assert self.step_rewards, "a trajectory that has not failed has a turn"
+        self.step_rewards[-1] += reward
 
     def append_observation(self, token_ids: list[int]) -> None:
         assert self.completion_ids, "an observation follows a completion"

@@ -7,13 +7,13 @@ that the server can read, and the server reloads it in place.
 The order on each server is: reload, reset of the prefix cache (whose entries the old weights computed), first request.
 """
 
-import logging
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,6 @@ RELOAD_TIMEOUT_S = 600.0
 RESET_TIMEOUT_S = 30.0
 PREFIX = "rollout-weights-step-"
 """Begins the name of each folder that is written, and so of those that are removed."""
-UNFINISHED = ".unfinished"
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointSync:
@@ -44,78 +41,82 @@ class CheckpointSync:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = None if folder is None else Path(folder)
         self._synced: tuple[Any, int, frozenset[str]] | None = None
-        self._written_to: Path | None = None
+        self._pushed: Path | None = None
         self._is_shared = False
         """Whether other processes use the same servers."""
 
-    def sync(self, trainer: Any, base_urls: Sequence[str]) -> None:
+    def sync(self, trainer: Any, base_urls: Sequence[str]) -> list[str]:
         """Bring the weights of the trainer's current step to every server, once a step. Called on every process.
 
         The main process saves and reloads; the others wait for it, and all raise what it raised.
 
+        Returns:
+            Of several servers, those that could not be reached: they are not to be sampled before `restore`.
+
         Raises:
             SetupError: the model cannot be saved this way, or a server has no reload.
-            WeightSyncError: a server failed to take the weights.
+            WeightSyncError: a server failed to take the weights, or none could be reached.
         """
         # The state too: another `train()`, and another trainer, count their steps from 0 again, with other weights.
         state, step, servers = trainer.state, int(trainer.state.global_step), frozenset(base_urls)
         if self._synced is not None and self._synced[0] is state and self._synced[1:] == (step, servers):
-            return
-        self._written_to = (self._folder or Path(trainer.args.output_dir) / "rollout_weights").absolute()
-        self._is_shared = trainer.accelerator.num_processes > 1
+            return []
         state_dict = _state_dict(trainer)
-        problem: Exception | None = None
+        outcome = _Outcome()
         if trainer.accelerator.is_main_process:
             try:
                 with boundary(WeightSyncError, "The weights could not be saved or sent"):
-                    self._push(trainer, state_dict, base_urls)
+                    outcome.folder, outcome.left_out = self._push(trainer, state_dict, base_urls)
             except Exception as error:
-                problem = error
-        problem = _from_main_process(trainer, problem)
-        if problem is not None:
-            raise problem
-        self._synced = (state, step, servers)
+                outcome.problem = error
+        outcome = _from_main_process(trainer, outcome)
+        if outcome.problem is not None:
+            raise outcome.problem
+        self._synced, self._pushed = (state, step, servers), outcome.folder
+        self._is_shared = trainer.accelerator.num_processes > 1
+        return outcome.left_out
 
     def restore(self, base_url: str) -> None:
-        """Bring the weights that were synced last to a server that was started anew.
+        """Bring the weights that were synced last to a server that was started anew, or has missed them.
 
-        Every process may do that by itself, of those that sample from the server, and at the same time.
+        Every process that samples from the server may do so by itself, and at the same time as the others.
 
         Raises:
-            WeightSyncError: they cannot be read here, or the server failed to take them.
+            ServerGoneError: it cannot be reached.
+            WeightSyncError: nothing was synced yet, or the server failed to take the weights.
         """
-        folders = self._written_to.glob(f"{PREFIX}*") if self._written_to is not None else ()
-        if not (whole := sorted(folder for folder in folders if folder.suffix != UNFINISHED)):
-            raise WeightSyncError(
-                f"No weights for {base_url}, which was started anew: {self._written_to} holds none. Every process "
-                "that samples must be able to read that folder."
-            )
-        _reload(base_url, whole[-1], is_shared=self._is_shared)
+        if self._pushed is None:
+            raise WeightSyncError(f"There are no weights to bring to {base_url}: none were synced yet.")
+        _reload(base_url, self._pushed, is_shared=self._is_shared)
 
-    def _push(self, trainer: Any, state_dict: dict[str, Any], base_urls: Sequence[str]) -> None:
-        assert self._written_to is not None
-        folder = self._written_to
+    def _push(self, trainer: Any, state_dict: dict[str, Any], base_urls: Sequence[str]) -> tuple[Path, list[str]]:
+        """The folder, and the servers that could not be reached."""
+        folder = (self._folder or Path(trainer.args.output_dir) / "rollout_weights").absolute()
         step = folder / f"{PREFIX}{trainer.state.global_step:08d}-{uuid.uuid4().hex[:8]}"
         _save(trainer.accelerator.unwrap_model(trainer.model), state_dict, step)
-        self._reload_all(base_urls, step)
+        gone = {}
+        for base_url in base_urls:
+            try:
+                _reload(base_url, step)
+            except ServerGoneError as error:
+                gone[base_url] = error
+        if gone and len(gone) == len(base_urls):
+            first = next(iter(gone.values()))
+            raise WeightSyncError(str(first)) from first
         # What the servers no longer need, and what a killed run left half-written.
         for old in folder.glob(f"{PREFIX}*"):
             if old != step:
                 shutil.rmtree(old, ignore_errors=True)
+        return step, list(gone)
 
-    @staticmethod
-    def _reload_all(base_urls: Sequence[str], folder: Path) -> None:
-        """Of several servers one may be gone: it gets the weights when it is back."""
-        gone = []
-        for base_url in base_urls:
-            try:
-                _reload(base_url, folder)
-            except ServerGoneError as error:
-                gone.append(error)
-        if len(gone) == len(base_urls):
-            raise WeightSyncError(str(gone[0])) from gone[0]
-        for loss in gone:
-            logger.warning("A server is left without the new weights: %s", loss)
+
+@dataclass(slots=True)
+class _Outcome:
+    """What came of a sync on the main process, for all."""
+
+    problem: Exception | None = None
+    folder: Path | None = None
+    left_out: list[str] = field(default_factory=list)
 
 
 def _state_dict(trainer: Any) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def _state_dict(trainer: Any) -> dict[str, Any]:
 
 def _save(model: Any, state_dict: dict[str, Any], folder: Path) -> None:
     """Write into a folder that appears whole under its name or not at all."""
-    unfinished = folder.with_name(folder.name + UNFINISHED)
+    unfinished = folder.with_name(folder.name + ".unfinished")
     with _no_progress_bar():
         model.save_pretrained(unfinished, state_dict=state_dict)
     unfinished.chmod(0o755)
@@ -203,12 +204,12 @@ def _post(base_url: str, path: str, body: dict[str, Any] | None) -> "requests.Re
     return response
 
 
-def _from_main_process(trainer: Any, problem: Exception | None) -> Exception | None:
+def _from_main_process(trainer: Any, outcome: _Outcome) -> _Outcome:
     """The main process's outcome, on every process. It is also the barrier that the others wait at."""
     if trainer.accelerator.num_processes == 1:
-        return problem
+        return outcome
     from accelerate.utils import broadcast_object_list
 
-    outcome: list[Exception | None] = [problem]
-    broadcast_object_list(outcome, from_process=0)
-    return outcome[0]
+    outcomes = [outcome]
+    broadcast_object_list(outcomes, from_process=0)
+    return outcomes[0]

@@ -10,6 +10,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it only makes a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 class Worker:
     """A thread for the sync functions of one owner, one after the other: objects that belong to the thread that made
     them (SQLite connections, browsers) stay in theirs.
@@ -21,12 +26,13 @@ class Worker:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._has_ended = False
         self.num_unfinished = 0
         """Calls that have not returned; one whose caller gave up still counts."""
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a user's function, sync or async, without holding up the event loop."""
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        if is_async(function):
             with exits_as_errors():
                 return await function(*args, **kwargs)
         result = await self._submit(function, args, kwargs)
@@ -37,9 +43,11 @@ class Worker:
 
     def end(self) -> None:
         """Let the thread go once what is submitted has returned."""
+        self._has_ended = True
         self._jobs.put(None)
 
     def _submit(self, function: Callable[..., Any], args: Any, kwargs: Any) -> "asyncio.Future[Any]":
+        assert not self._has_ended, "nobody would do the job"
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         context = contextvars.copy_context()

@@ -268,11 +268,11 @@ def test_async_methods_of_a_turn_run_at_the_same_time(roll: Roll) -> None:
 
 def test_a_call_given_up_while_it_waited_is_not_run(roll: Roll) -> None:
     row = roll(
-        trl_environment(SlowEnv, tool_timeout_s=0.2),
-        [call("wait", seconds=0.4) + call("increment", step=100), "."],
+        trl_environment(SlowEnv, tool_timeout_s=0.6),
+        [call("wait", seconds=0.9) + call("increment", step=100), "."],
     )
     assert [report["error"] for report in row["tool_calls"]] == ["timeout", "timeout"]
-    assert contents(row)[2] == "Error: wait took longer than 0.2 seconds and was given up."
+    assert contents(row)[2] == "Error: wait took longer than 0.6 seconds and was given up."
     assert row["env_reward"] == 1.0  # read behind the first, without the second
 
 
@@ -373,6 +373,13 @@ def test_a_trajectory_that_a_limit_cuts_short_has_the_reward_that_it_earned(roll
     steps = [call("increment", step=3), call("increment", step=-1)]
     row = roll(trl_environment(CounterEnv), steps, max_turns=2)
     assert (row["stop_reason"], row["step_rewards"], row["env_reward"]) == ("max_turns", [0.0, 2.0], 2.0)
+
+
+def test_a_reward_behind_a_call_that_hangs_fails_its_trajectory_in_time(roll: Roll) -> None:
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match="the reward of SlowEnv could not be read within tool_timeout_s=0.2"):
+        roll(trl_environment(SlowEnv, tool_timeout_s=0.2), [call("wait", seconds=2.0), "."])
+    assert time.monotonic() - started < 1.5
 
 
 def test_a_class_without_a_reward_gives_none_and_that_is_said(roll: Roll, caplog: pytest.LogCaptureFixture) -> None:

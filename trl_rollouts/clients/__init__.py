@@ -5,8 +5,8 @@ its protocol, and proves that what it samples can be trained on: same vocabulary
 temperature, room for a completion. A wrong set-up is refused with the flag to add.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ServerError, SetupError
 from ..sampling import Sampling
@@ -14,6 +14,7 @@ from ..tokens import ChatTokenizer
 from ..trajectory import Completion
 
 if TYPE_CHECKING:
+    from .member import Restore
     from .pool import PoolClient
 
 
@@ -81,8 +82,7 @@ async def connect(
     max_model_len: int | None = None,
     wait_s: float = 0.0,
     request_timeout_s: float = 600.0,
-    restore: Callable[[str], None] | None = None,
-) -> "PoolClient":
+) -> Client:
     """A client for the vLLM server, or servers, at `base_url`.
 
     Args:
@@ -90,32 +90,51 @@ async def connect(
         tokenizer: the trainer's, which the server's must equal.
         max_completion_length: tokens of a completion that the server's context must have room for.
         max_model_len: the server's context, for a server that does not tell it (TRL's own).
-        wait_s: seconds to wait for a server that does not answer yet, or does not any more.
+        wait_s: seconds to wait for a server that does not answer yet.
         request_timeout_s: seconds that one request may take, queueing in the server included.
-        restore: brings the trainer's weights to a server that was started anew, by its address; it may block. None:
-            nothing can, so a server that is gone is gone for good.
 
     Raises:
         ServerError: nothing answers, or something that is neither `vllm serve` nor `trl vllm-serve`.
         SetupError: the server runs, but what it samples could not be trained on.
     """
+    return await connect_pool(
+        [base_url] if isinstance(base_url, str) else base_url,
+        tokenizer,
+        max_completion_length=max_completion_length,
+        max_model_len=max_model_len,
+        wait_s=wait_s,
+        request_timeout_s=request_timeout_s,
+        restore=None,
+    )
+
+
+async def connect_pool(
+    base_urls: Sequence[str],
+    tokenizer: ChatTokenizer,
+    *,
+    wait_s: float,
+    restore: "Restore | None",
+    **expected: Any,
+) -> "PoolClient":
+    """As `connect`, with servers that may go and come back; for a caller that calls `roll_call` and `rest`.
+
+    Args:
+        base_urls: the servers' addresses.
+        tokenizer: the trainer's.
+        wait_s: also how long to wait for a server that does not answer any more.
+        restore: brings the trainer's weights to a server that was started anew, by its address; it may block. None:
+            nothing can, so a server that is gone is gone for good.
+        **expected: as of `connect`.
+    """
     from .detect import connect_one
     from .pool import PoolClient
 
-    async def reach(url: str) -> ServerClient:
-        return await connect_one(
-            url,
-            tokenizer,
-            max_completion_length=max_completion_length,
-            max_model_len=max_model_len,
-            wait_s=wait_s,
-            request_timeout_s=request_timeout_s,
-        )
+    async def reach(base_url: str) -> ServerClient:
+        return await connect_one(base_url, tokenizer, wait_s=wait_s, **expected)
 
-    pool = PoolClient(reach, restore, wait_s=wait_s)
+    pool = PoolClient([normal_url(url) for url in base_urls], reach, restore, wait_s=wait_s)
     try:
-        for url in [base_url] if isinstance(base_url, str) else base_url:
-            await pool.add(normal_url(url))
+        await pool.join()
     except BaseException:
         await pool.close()
         raise

@@ -65,6 +65,7 @@ async def _models(http: Http, wait_s: float) -> dict[str, Any] | None:
     """
     started, waited = time.monotonic(), False
     while True:
+        is_gone = True
         try:
             status, answer = await http.get("/v1/models")
             if status == 200 and _lists_models(answer):
@@ -73,7 +74,8 @@ async def _models(http: Http, wait_s: float) -> dict[str, Any] | None:
             if status == 404 and trl_status == 200:
                 return None
             problem = f"answers {status} to /v1/models and {trl_status} to /get_world_size/"
-            if status not in (502, 503, 504):  # a proxy whose server is still starting
+            is_gone = status in (502, 503, 504)  # a proxy, whose server is still starting
+            if not is_gone:
                 break
         except (aiohttp.ClientError, TimeoutError) as cause:
             problem = f"cannot be reached ({type(cause).__name__}: {cause})"
@@ -86,7 +88,6 @@ async def _models(http: Http, wait_s: float) -> dict[str, Any] | None:
         )
         waited = True
         await asyncio.sleep(min(_RETRY_S, wait_s - elapsed))
-    is_gone = problem.startswith("cannot be reached")
     raise (ServerGoneError if is_gone else ServerError)(
         f"The server at {http.base_url} {problem}, after {time.monotonic() - started:.0f} s. Expected is a vLLM "
         "server: start one with `trl-rollouts serve MODEL` (or `trl vllm-serve`; TRL <= 1.10 has its own, with "

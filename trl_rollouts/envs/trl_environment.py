@@ -9,6 +9,7 @@ routed by the same column. Not here: functions beside the methods, images, and t
 functions.
 """
 
+import asyncio
 import copy
 import functools
 import inspect
@@ -34,7 +35,8 @@ def trl_environment(environment_factory: Callable[[], Any], *, tool_timeout_s: f
     Args:
         environment_factory: the class, or a function that makes an instance; such a function is called once at once,
             to see what it makes.
-        tool_timeout_s: time limit of one call, in seconds, the wait for the calls before it included.
+        tool_timeout_s: time limit of one call, in seconds, the wait for the calls before it included. The model is
+            told of one that overruns; the reward has the same limit, and without it the trajectory fails.
 
     `reset` gets the `prompt` and the columns of `with_task(dataset, [...])`.
 
@@ -96,7 +98,14 @@ class TRLEnv:
 
     async def final_reward(self) -> float:
         assert self._instance is not None, "the loop resets first"
-        return await self._instance.reward()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._instance.reward()
+        except TimeoutError as cause:
+            raise EnvError(
+                f"the reward of {self._instance.name} could not be read within tool_timeout_s={self._timeout_s:g}, "
+                "the wait for calls that have not returned included."
+            ) from cause
 
     async def close(self) -> None:
         instance, self._instance = self._instance, None  # a second close must not give it back twice
