@@ -28,7 +28,7 @@ OPENENV := .cache/openenv/.installed-$(OPENENV_VERSION)
 FAMILIES := $(TOKENIZERS_DIR)/.fetched-$(TOKENIZERS_VERSION)
 ASSETS := $(SMOLLM2)/model.safetensors $(TRL_OLD_DIR)/trl/__init__.py
 
-.PHONY: help setup demo test test-fast check compatibility security format bench clean
+.PHONY: help setup demo test test-fast soak check compatibility security format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,9 @@ test: setup $(FAMILIES) $(OPENENV) ## every test, those against real servers las
 
 test-fast: $(SETUP) ## the tests that need no server, no family's tokenizer and no environment library
 	$(BIN)/python -m pytest -m "not server and not families and not environments"
+
+soak: $(SETUP) ## a chaos run of 5000 trajectories (a few minutes); prints one JSON line
+	PYTHONPATH=tests $(BIN)/python tests/soak.py --trajectories 5000 --seed 1
 
 check: $(SETUP) ## lint, format, types, and whether docs/compatibility.md is stale
 	$(BIN)/ruff check .

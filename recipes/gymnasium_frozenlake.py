@@ -14,9 +14,8 @@ from datasets import Dataset
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
-from trl_rollouts import env_reward, env_rollout, with_task
+from trl_rollouts import env_reward, env_rollout, gymnasium_env, with_task
 from trl_rollouts.env import EnvFactory
-from trl_rollouts.envs.gymnasium import gymnasium_env
 
 
 @dataclass
@@ -53,8 +52,18 @@ def make_lakes(config: TaskConfig) -> dict[str, EnvFactory]:
 
 
 def make_dataset(config: TaskConfig) -> Dataset:
-    """Each row names its lake, and the seed with which the ice is as slippery for all of its group."""
-    prompt = [{"role": "system", "content": RULES}, {"role": "user", "content": "The lake:"}]
+    """Each row names its lake, and the seed with which the ice is as slippery for all of its group.
+
+    A worked exchange stands before it: a small model needs to see a move once to make some.
+    """
+    prompt = [
+        {"role": "system", "content": RULES},
+        {"role": "user", "content": "The lake:\n\n[S]F\nHG"},
+        {"role": "assistant", "content": "right"},
+        {"role": "user", "content": "S[F]\nHG"},
+        {"role": "assistant", "content": "down"},
+        {"role": "user", "content": "You are there. The next lake:"},
+    ]
     rows = [
         {"prompt": prompt, "environment": f"lake {row % config.num_maps}", "seed": row}
         for row in range(config.num_prompts)

@@ -20,8 +20,7 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
-from trl_rollouts import env_reward, env_rollout, with_task
-from trl_rollouts.envs.openenv import openenv_env
+from trl_rollouts import env_reward, env_rollout, openenv_env, with_task
 
 
 @dataclass

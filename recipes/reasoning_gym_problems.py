@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from datasets import Dataset, concatenate_datasets
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
-from trl_rollouts import env_reward, env_rollout
-from trl_rollouts.envs.reasoning_gym import reasoning_gym_dataset, reasoning_gym_env
+from trl_rollouts import env_reward, env_rollout, reasoning_gym_dataset, reasoning_gym_env
 
 
 @dataclass

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
-from trl_rollouts import env_reward, env_rollout, with_task
-from trl_rollouts.envs.textarena import textarena_env
+from trl_rollouts import env_reward, env_rollout, textarena_env, with_task
 
 
 @dataclass
@@ -32,11 +31,12 @@ def make_dataset(config: TaskConfig, seed: int) -> Dataset:
 
     A worked exchange stands before it: a small model needs to see a move once to make some.
     """
+    middle = config.largest // 2
     shown = [
-        {"role": "user", "content": "Guess the number between 1 and 20."},
-        {"role": "assistant", "content": "[10]"},
+        {"role": "user", "content": f"Guess the number between 1 and {config.largest}."},
+        {"role": "assistant", "content": f"[{middle}]"},
         {"role": "user", "content": "The target number is lower."},
-        {"role": "assistant", "content": "[5]"},
+        {"role": "assistant", "content": f"[{middle // 2}]"},
         {"role": "user", "content": "That is the number. Now another game."},
     ]
     seeds = range(seed * config.num_prompts, (seed + 1) * config.num_prompts)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
-from trl_rollouts import env_reward, env_rollout
-from trl_rollouts.envs.verifiers import verifiers_dataset, verifiers_env
+from trl_rollouts import env_reward, env_rollout, verifiers_dataset, verifiers_env
 
 
 @dataclass

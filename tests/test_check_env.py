@@ -173,7 +173,7 @@ def test_a_step_that_raises_is_told_with_its_action() -> None:
 
     said = failures_of(Raising)
     assert list(said) == ["reset_and_step_do_not_raise"]
-    assert said["reset_and_step_do_not_raise"].startswith("step raised KeyError: 'no such move' at the action {'role'")
+    assert said["reset_and_step_do_not_raise"].startswith("step raised KeyError: 'no such move' (test_check_env.py:")
 
 
 def test_an_observation_with_the_models_role_is_told_where_it_is_made() -> None:
@@ -308,7 +308,8 @@ def test_a_final_reward_that_is_no_finite_number_or_raises_is_told() -> None:
     said = failures_of(Unscored)
     assert list(said) == ["rewards_are_finite_numbers"]
     assert "final_reward returned a reward of type NoneType" in said["rewards_are_finite_numbers"]
-    assert "final_reward raised LookupError: no judge." in failures_of(Judged)["reset_and_step_do_not_raise"]
+    said = failures_of(Judged)
+    assert "final_reward raised LookupError: no judge (test_check_env.py:" in said["reset_and_step_do_not_raise"]
 
 
 def test_a_reward_that_is_a_tensor_is_told() -> None:
@@ -402,7 +403,7 @@ def test_a_close_that_raises_is_told() -> None:
         def close(self) -> None:
             raise OSError("busy")
 
-    assert failures_of(Failing)["close_does_not_raise"].startswith("close raised OSError: busy.")
+    assert failures_of(Failing)["close_does_not_raise"].startswith("close raised OSError: busy (test_check_env.py:")
 
 
 def test_a_close_that_works_once_only_is_told() -> None:
@@ -433,3 +434,31 @@ def test_every_check_is_listed_once_under_a_name_that_says_what_is_owed() -> Non
         if callable(one) and not name.startswith("_") and getattr(one, "__annotations__", {}).get("plays")
     ]
     assert written == CHECKS
+
+
+def test_an_environment_of_which_there_may_be_one_at_a_time_is_not_played_beside_another() -> None:
+    taken = []
+
+    class Single(CountEnv):
+        max_concurrency = 1
+
+        def reset(self, prompt: list[Any]) -> Any:
+            assert not taken, "there are two"
+            taken.append(self)
+            return super().reset(prompt)
+
+        def close(self) -> None:
+            if self in taken:
+                taken.remove(self)
+
+    assert "episodes_at_the_same_time_do_not_touch_each_other" not in check_env(Single, actions=ACTIONS)
+
+
+def test_what_raised_is_told_with_its_place() -> None:
+    class Raising(CountEnv):
+        def step(self, action: Any) -> Any:
+            raise ZeroDivisionError("nothing")
+
+    said = failures_of(Raising)["reset_and_step_do_not_raise"]
+    assert "step raised ZeroDivisionError: nothing (test_check_env.py:" in said
+    assert " in step)" in said

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trl_rollouts import Completion, Message, Sampling, SetupError, StepResult
 from trl_rollouts.episode import Setting, run_trajectory
-from trl_rollouts.hosting import EnvLimits
+from trl_rollouts.hosting import EnvLimits, HostedEnv
 from trl_rollouts.kinds import EnvKinds
 from trl_rollouts.parsing import find_format, find_parser
 from trl_rollouts.parsing.thoughts import opened_thoughts
@@ -206,7 +206,7 @@ def test_a_row_is_what_was_sampled_and_bridges_whatever_is_said_and_wherever_it_
         max_result_tokens=None,
         timeout_s=60.0,
     )
-    row = asyncio.run(run_trajectory(conversation("user", 0), lambda: script, 0, setting))
+    row = asyncio.run(run_trajectory(conversation("user", 0), HostedEnv(lambda: script, EnvLimits()), 0, setting))
 
     assert row.error is None
     assert row.num_turns == num_turns

@@ -377,28 +377,54 @@ def test_an_environment_that_is_made_in_the_moment_of_its_cancellation_is_closed
         assert closed == [1], num_ticks
 
 
-def test_a_close_goes_on_where_who_waits_for_it_is_cancelled() -> None:
-    events: list[str] = []
+def test_a_row_without_the_column_that_reset_wants_is_told_what_it_has() -> None:
+    class Wanting(Echo):
+        def reset(self, prompt: list[Message]) -> list[Message]:
+            self.secret = prompt[-1]["task"]["secret"]
+            return prompt
 
-    class Slow(Echo):
-        async def close(self) -> None:  # type: ignore[override]
-            events.append("begun")
-            await asyncio.sleep(0.1)
-            events.append("closed")
+    with pytest.raises(RolloutError, match=r"KeyError: 'task'. The row hands over no column; with_task\(dataset"):
+        roll(env_rollout(Wanting, client=stop()), ask("p"))
+    with pytest.raises(RolloutError, match="KeyError: 'secret'. The row hands over the columns level, answer;"):
+        roll(env_rollout(Wanting, client=stop()), ask("p", level=1, answer="x"))
 
-    async def play() -> None:
-        env = HostedEnv(Slow, EnvLimits())
-        await env.make()
-        closing = asyncio.create_task(env.close())
-        await asyncio.sleep(0.02)
-        closing.cancel()
-        await asyncio.sleep(0.3)
 
-    num_threads = threading.active_count()
-    asyncio.run(play())
-    assert events == ["begun", "closed"]
-    for _ in range(100):
-        if threading.active_count() <= num_threads:
-            break
-        time.sleep(0.01)
-    assert threading.active_count() <= num_threads
+def test_async_code_that_blocks_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    class Blocking(Echo):
+        async def step(self, action: Message) -> StepResult:  # type: ignore[override]
+            time.sleep(2.0)
+            return super().step(action)
+
+    with caplog.at_level(logging.WARNING):
+        roll(env_rollout(Blocking, client=stop()), ask("p"))
+    assert "held up all trajectories for" in caplog.text
+    assert "make it a plain def, which gets a thread" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["terminated", "truncated"])
+def test_an_end_is_true_or_false(name: str) -> None:
+    class Odd(Echo):
+        def step(self, action: Message) -> StepResult:
+            return StepResult(**{name: "no"})  # type: ignore[arg-type]
+
+    with pytest.raises(RolloutError, match=f"env.step returned {name}='no'; it must be True or False"):
+        roll(env_rollout(Odd, client=stop()), ask("p"))
+
+
+def test_a_batch_of_which_no_turn_was_an_action_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing(Echo):
+        def step(self, action: Message) -> StepResult:
+            return StepResult([{"role": "user", "content": "no"}], info={"refused_action": "Say left or right."})
+
+    trainer = fake_trainer(TOKENIZER)
+    rollout = env_rollout(Refusing, max_turns=2, client=stop())
+    with caplog.at_level(logging.WARNING):
+        rollout([ask("p"), ask("q")], trainer)
+    rollout.close()
+    assert "refused all 4 actions of a batch. The first: Say left or right." in caplog.text
+    assert trainer._metrics["train"]["rollout/refused_actions"] == [2.0]
+
+
+def test_with_task_takes_a_dataset() -> None:
+    with pytest.raises(ValueError, match="with_task takes a datasets.Dataset, not list"):
+        with_task([{"prompt": ask("p")}], ["prompt"])

@@ -579,7 +579,7 @@ def test_an_environment_is_closed_once_whatever_happened() -> None:
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        (None, "env.step returned NoneType; it must return a trl_rollouts.StepResult"),
+        (None, "env.step returned NoneType, None; it must return a trl_rollouts.StepResult"),
         (StepResult([{"role": "user", "content": "x"}], reward=math.nan), "returned reward nan; it must be finite"),
         (StepResult([]), "returned no message and did not end the episode"),
         (StepResult(info=None), "env.step returned info=None; it must be a dict"),  # type: ignore[arg-type]

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from .clients import Client, connect
     from .env import Env, StepResult, with_task
     from .envs.gymnasium import gymnasium_env
+    from .envs.openenv import openenv_env
     from .envs.reasoning_gym import reasoning_gym_dataset, reasoning_gym_env
+    from .envs.textarena import textarena_env
     from .envs.trl_environment import trl_environment
+    from .envs.verifiers import verifiers_dataset, verifiers_env
     from .errors import (
         EnvError,
         PromptTooLongError,
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
         RolloutError,
         SandboxError,
         ServerError,
+        ServerGoneError,
         SessionError,
         SetupError,
         TemplateError,
@@ -50,7 +54,10 @@ _HOMES = {
     "env": ("Env", "StepResult", "with_task"),
     "envs.gymnasium": ("gymnasium_env",),
     "envs.reasoning_gym": ("reasoning_gym_dataset", "reasoning_gym_env"),
+    "envs.openenv": ("openenv_env",),
+    "envs.textarena": ("textarena_env",),
     "envs.trl_environment": ("trl_environment",),
+    "envs.verifiers": ("verifiers_dataset", "verifiers_env"),
     "errors": (
         "EnvError",
         "PromptTooLongError",
@@ -58,6 +65,7 @@ _HOMES = {
         "RolloutError",
         "SandboxError",
         "ServerError",
+        "ServerGoneError",
         "SessionError",
         "SetupError",
         "TemplateError",
@@ -92,6 +100,10 @@ __all__ = [  # noqa: RUF022 (in the order of a first reading; a test holds that 
     "gymnasium_env",
     "reasoning_gym_env",
     "reasoning_gym_dataset",
+    "textarena_env",
+    "openenv_env",
+    "verifiers_env",
+    "verifiers_dataset",
     "Env",
     "StepResult",
     "Message",
@@ -117,6 +129,7 @@ __all__ = [  # noqa: RUF022 (in the order of a first reading; a test holds that 
     "RolloutError",
     "SetupError",
     "ServerError",
+    "ServerGoneError",
     "RequestError",
     "SandboxError",
     "SessionError",

@@ -19,22 +19,26 @@ from .trajectory import Message
 class StepResult:
     """What follows an action.
 
+    Attributes:
+        messages: the observation, shown to the model before its next turn. Never role "assistant".
+        reward: of this step.
+        terminated: the episode is over, by its own rules (Gymnasium's word).
+        truncated: the episode is cut short by a limit outside its rules (Gymnasium's word).
+        info: anything worth keeping. `info["tool_calls"]`, a list of dicts, is collected into the reward functions'
+            `tool_calls`; `info["refused_action"]` says why the model's turn was no action, and is counted.
+        inline: in place of messages: text put right behind what the model wrote, within its own turn; with "" it just
+            writes on. Where the model has ended that turn, the episode is over.
+
     Raises:
         ValueError: `messages` are not messages, or one claims to be the model's.
     """
 
     messages: list[Message] = field(default_factory=list)
-    """The observation, shown to the model before its next turn. Never role "assistant"."""
     reward: float = 0.0
     terminated: bool = False
-    """The episode is over, by its own rules (Gymnasium's word)."""
     truncated: bool = False
-    """The episode is cut short by a limit outside its rules (Gymnasium's word)."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Anything worth keeping. `info["tool_calls"]`, a list, is collected into the reward functions' `tool_calls`."""
     inline: str | None = None
-    """In place of messages: text put right behind what the model wrote, within its own turn; with "" it just writes
-    on. Where the model has ended that turn, the episode is over."""
 
     def __post_init__(self) -> None:
         self.check_messages()
@@ -91,9 +95,14 @@ trajectories of a rollout have one at a time, in this process, however many wait
 def checked_step(result: Any) -> StepResult:
     """The step's result, or `EnvError` with what is wrong with it."""
     if not isinstance(result, StepResult):
-        raise EnvError(f"env.step returned {type(result).__name__}; it must return a trl_rollouts.StepResult.")
+        raise EnvError(
+            f"env.step returned {type(result).__name__}, {result!r:.200}; it must return a trl_rollouts.StepResult."
+        )
     result.check_messages()
     reward = checked_reward(result.reward, "env.step")
+    for name in ("terminated", "truncated"):
+        if (flag := getattr(result, name)) not in (False, True):  # NumPy's as well
+            raise EnvError(f"env.step returned {name}={flag!r:.100}; it must be True or False.")
     calls = result.info.get("tool_calls", []) if isinstance(result.info, dict) else None
     if not isinstance(calls, list) or not all(isinstance(item, dict) for item in calls):
         raise EnvError(f'env.step returned info={result.info!r:.200}; it must be a dict, and its "tool_calls" dicts.')
@@ -162,6 +171,8 @@ def with_task(dataset: Any, columns: Sequence[str]) -> Any:
     """
     if isinstance(columns, str):
         raise ValueError(f"with_task: columns is a list of names, such as [{columns!r}], not a text.")
+    if not hasattr(dataset, "column_names"):
+        raise ValueError(f"with_task takes a datasets.Dataset, not {type(dataset).__name__}: Dataset.from_list(rows).")
     if missing := [name for name in ("prompt", *columns) if name not in dataset.column_names]:
         raise ValueError(f"with_task: the dataset has no column {missing}; it has {dataset.column_names}.")
 

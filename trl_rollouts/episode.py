@@ -14,10 +14,12 @@ ends this trajectory, unless it is the run's failure.
 import asyncio
 import copy
 import logging
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from .clients import Client, check_completion
 from .env import EnvFactory, StepResult, checked_action
@@ -35,6 +37,8 @@ from .worker import exits_as_errors
 logger = logging.getLogger(__name__)
 
 MAX_CHARS_PER_TOKEN = 256
+GRACE_S = 5.0
+"""For a trajectory that is over to come to its end."""
 
 Prompt = str | list[Message]
 
@@ -59,6 +63,13 @@ class Setting:
     """An observation's text that has more is shown without its middle."""
     timeout_s: float
 
+    @property
+    def longest_s(self) -> float:
+        """Of a trajectory whose environment keeps to its limits: its turns, its final reward, its close."""
+        limits = self.env_limits
+        reward_s = limits.step_timeout_s if math.isfinite(limits.step_timeout_s) else 0.0
+        return self.timeout_s + reward_s + limits.close_timeout_s + GRACE_S
+
     def room(self, trajectory: Trajectory) -> int:
         """Tokens that may still be appended."""
         room = self.max_completion_length - len(trajectory.completion_ids)
@@ -76,11 +87,9 @@ async def run_trajectories(
     slots = asyncio.Semaphore(max_concurrency)
 
     async def run(prompt: Prompt, factory: EnvFactory, seed: int) -> Trajectory:
-        async with (
-            places[id(factory)],
-            slots,
-        ):  # in this order: who waits for a place keeps no slot from the other kinds
-            return await run_trajectory(prompt, factory, seed, setting)
+        async with places[id(factory)], slots:  # in this order: who waits for a place keeps no slot from others
+            env = HostedEnv(factory, setting.env_limits)
+            return await _bounded(run_trajectory(prompt, env, seed, setting), env, setting)
 
     rows = zip(prompts, factories, seeds, strict=True)
     tasks = [asyncio.create_task(run(prompt, factory, seed)) for prompt, factory, seed in rows]
@@ -93,17 +102,40 @@ async def run_trajectories(
         raise
 
 
-async def run_trajectory(prompt: Prompt, env_factory: EnvFactory, seed_index: int, setting: Setting) -> Trajectory:
+async def _bounded(running: Coroutine[Any, Any, Trajectory], env: HostedEnv, setting: Setting) -> Trajectory:
+    """Wait for a trajectory as long as one can take whose environment lets itself be cancelled, and no longer."""
+    task = asyncio.ensure_future(running)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody waits any more
+    try:
+        done, _ = await asyncio.wait({task}, timeout=setting.longest_s)
+    except asyncio.CancelledError:
+        if not env.is_closing:
+            task.cancel()
+        await asyncio.wait({task}, timeout=setting.env_limits.close_timeout_s + GRACE_S)
+        raise
+    if done:
+        return task.result()
+    task.cancel()
+    left = Trajectory()
+    left.fail(
+        EnvError(
+            f"the environment did not end within {setting.longest_s:g} s: it catches its cancellation and goes on, so "
+            "it was left behind. Let asyncio.CancelledError pass: `except Exception`, not `except:`."
+        )
+    )
+    return left
+
+
+async def run_trajectory(prompt: Prompt, env: HostedEnv, seed_index: int, setting: Setting) -> Trajectory:
     """One trajectory, ended in every case but one: an infra failure is raised.
 
     Args:
         prompt: as the dataset has it, messages or a string.
-        env_factory: makes its environment.
+        env: its environment, not made yet; it is closed in every case.
         seed_index: distinguishes this trajectory from all others of the run, for a user's `seed`.
         setting: what it shares with the other trajectories of its call.
     """
     trajectory = Trajectory()
-    env = HostedEnv(env_factory, setting.env_limits)
     try:
         await _play(trajectory, env, prompt, seed_index, setting)
         with _timed(trajectory, "env_s"):
@@ -119,18 +151,19 @@ async def run_trajectory(prompt: Prompt, env_factory: EnvFactory, seed_index: in
 
 async def _play(trajectory: Trajectory, env: HostedEnv, prompt: Prompt, seed_index: int, setting: Setting) -> None:
     """From the making of the environment to the end of the episode, within the trajectory's time limit."""
-    limit = asyncio.timeout(setting.timeout_s)
+    limit, is_over = asyncio.timeout(setting.timeout_s), False
     try:
         async with limit:
             await env.make()
             await _begin(trajectory, env, prompt, setting)
             parser = setting.parser or find_parser(setting.tokenizer, env.tools)
             while trajectory.stop_reason is None:
-                if asyncio.get_running_loop().time() >= (limit.when() or 0.0):  # a step caught its cancellation
+                if asyncio.get_running_loop().time() >= (limit.when() or 0.0):
+                    is_over = True  # a step caught its cancellation, or the loop was busy
                     raise TimeoutError
                 await _turn(trajectory, env, parser, seed_index, setting)
     except Exception as error:
-        if not limit.expired() or not is_data(error):
+        if not (limit.expired() or is_over) or not is_data(error):
             raise
         if not trajectory.num_turns:
             raise EnvError(f"no turn was finished within trajectory_timeout_s={setting.timeout_s:g}") from error

@@ -32,7 +32,7 @@ class Failures:
     def __init__(self) -> None:
         self._num_in_a_row = 0
 
-    def check(self, trajectories: Sequence[Trajectory], *, whole: bool) -> None:
+    def check(self, trajectories: Sequence[Trajectory], *, is_whole_update: bool) -> None:
         """Look at a batch. What failed, and is no reason to stop, is logged.
 
         A process of several, or an evaluation, may be handed a single prompt at a time: there, one failure is a failed
@@ -40,7 +40,7 @@ class Failures:
 
         Args:
             trajectories: of one call.
-            whole: an update cannot do without these rows.
+            is_whole_update: an update cannot do without these rows.
 
         Raises:
             RolloutError: all failed, or no token of any can be trained.
@@ -49,14 +49,17 @@ class Failures:
         all_failed = len(failed) == len(trajectories)
         self._num_in_a_row = self._num_in_a_row + len(failed) if all_failed else 0
         kept = [trajectory for trajectory in trajectories if trajectory.stop_reason is not StopReason.ERROR]
-        if whole and kept and not any(trajectory.num_sampled for trajectory in kept):
-            raise RolloutError(f"Nothing of {len(kept)} trajectories can be trained: the server gave no logprobs.")
+        if is_whole_update and kept and not any(trajectory.num_sampled for trajectory in kept):
+            raise RolloutError(
+                f"Nothing of {len(kept)} trajectories can be trained: the server gave no logprobs, null for every "
+                "token. Its log may say why; where the model itself has become NaN, lower the learning rate."
+            )
         if not failed:
             return
         kinds = Counter(type(trajectory.cause).__name__ for trajectory in failed)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        if all_failed and (whole or self._num_in_a_row >= MAX_FAILED_IN_A_ROW):
-            which = f"All {len(failed)}" if whole else f"The last {self._num_in_a_row}"
+        if all_failed and (is_whole_update or self._num_in_a_row >= MAX_FAILED_IN_A_ROW):
+            which = f"All {len(failed)}" if is_whole_update else f"The last {self._num_in_a_row}"
             message = f"{which} trajectories failed ({counts}). The first: {failed[0].error}"
             raise RolloutError(message) from failed[0].cause
         logger.warning(

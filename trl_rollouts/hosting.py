@@ -45,7 +45,9 @@ class HostedEnv:
         self._worker = Worker()
         self._env: Env | None = None
         self._making: asyncio.Future[Env] | None = None
-        self._closing: asyncio.Future[None] | None = None
+        self._late: asyncio.Future[None] | None = None
+        self.is_closing = False
+        """It is to be let finish."""
 
     async def make(self) -> None:
         """Raises `SetupError` where what was made is no environment."""
@@ -72,8 +74,13 @@ class HostedEnv:
     async def reset(self, prompt: list[Message]) -> list[Message]:
         """The opening messages."""
         assert self._env is not None
-        async with _limited("env.reset", "reset_timeout_s", self._limits.reset_timeout_s):
-            return checked_opening(await self._worker.call(self._env.reset, prompt))
+        try:
+            async with _limited("env.reset", "reset_timeout_s", self._limits.reset_timeout_s):
+                return checked_opening(await self._worker.call(self._env.reset, prompt))
+        except EnvError as error:
+            if isinstance(error.__cause__, KeyError):
+                raise EnvError(f"{error}. {_handed_over(prompt)}") from error.__cause__
+            raise
 
     async def step(self, action: Message) -> StepResult:
         assert self._env is not None
@@ -96,10 +103,10 @@ class HostedEnv:
     async def close(self) -> None:
         """Close it; a failure to close is worth a line, not a row. One that hangs is not waited for.
 
-        It goes on where who waits for it is cancelled.
+        In the task of reset and step, since some libraries ask for that.
         """
-        self._closing = asyncio.ensure_future(self._end())
-        await asyncio.shield(self._closing)
+        self.is_closing = True
+        await self._end()
 
     async def _end(self) -> None:
         making = self._making
@@ -126,13 +133,19 @@ class HostedEnv:
                 await self._worker.call(close)
         except Exception as error:
             if is_queued and isinstance(error.__cause__, TimeoutError):
-                logger.warning("env.close follows once an earlier call of the environment has returned.")
+                logger.info("env.close follows once an earlier call of the environment has returned.")
             else:
                 logger.warning("%s", error)
 
     def _end_late(self, making: "asyncio.Future[Env]") -> None:
         """It was made after all, when nobody waited any more."""
-        self._closing = asyncio.ensure_future(self._end())
+        self._late = asyncio.ensure_future(self._end())
+
+
+def _handed_over(prompt: list[Message]) -> str:
+    task = prompt[-1].get("task") if prompt else None
+    columns = f"the columns {', '.join(task)}" if isinstance(task, dict) and task else "no column"
+    return f"The row hands over {columns}; with_task(dataset, [...]) puts them into the prompt's last message."
 
 
 @asynccontextmanager

@@ -58,6 +58,7 @@ def figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             "rollout/generate_s": fmean(trajectory.timings.get("generate_s", 0.0) for trajectory in kept),
             "rollout/env_s": fmean(trajectory.timings.get("env_s", 0.0) for trajectory in kept),
             "rollout/tool_calls": len(calls) / len(kept),
+            "rollout/refused_actions": sum(len(_refused(trajectory)) for trajectory in kept) / len(kept),
         }
     values |= {f"rollout/tool_errors/{kind}": errors[kind] / len(kept) for kind in _ANSWERED if calls and kept}
     return values
@@ -79,3 +80,18 @@ def mostly_cut(trajectories: Sequence[Trajectory], max_completion_length: int) -
         f"(max_completion_length={max_completion_length}, observations included, or the server's context). Raise "
         "GRPOConfig.max_completion_length if answers need more."
     )
+
+
+def all_refused(trajectories: Sequence[Trajectory]) -> str | None:
+    """A warning where no turn of a batch was an action: the model is told so each time, and nobody else."""
+    refused = [reason for trajectory in trajectories for reason in _refused(trajectory)]
+    if len(refused) < 2 or len(refused) < sum(trajectory.num_turns for trajectory in trajectories):
+        return None
+    return (
+        f"The environment refused all {len(refused)} actions of a batch. The first: {refused[0]} Either the prompt "
+        "does not say how to act, or what makes an action of the model's text (to_action) does not."
+    )
+
+
+def _refused(trajectory: Trajectory) -> list[str]:
+    return [str(info["refused_action"]) for info in trajectory.infos if "refused_action" in info]

@@ -29,7 +29,7 @@ from .errors import ServerError, SetupError
 from .failures import Failures
 from .hosting import EnvLimits
 from .kinds import EnvKinds
-from .metrics import log_figures, mostly_cut
+from .metrics import all_refused, log_figures, mostly_cut
 from .options import RolloutOptions, check_positive, check_values
 from .sampling import Sampling
 from .tokens import ChatTokenizer
@@ -249,11 +249,13 @@ class Rollout:
                 mode=mode,
                 rank=int(trainer.accelerator.process_index),
             )
-        self._failures.check(trajectories, whole=reading.is_whole_update(trainer))
+        self._failures.check(trajectories, is_whole_update=reading.is_whole_update(trainer))
         if trajectories:
             log_figures(trainer, trajectories, mode)
         if warning := mostly_cut(trajectories, trainer.args.max_completion_length):
             self._warn_once("length", warning)
+        if warning := all_refused(trajectories):
+            self._warn_once("refused", warning)
 
     def _warn_once(self, topic: str, message: str) -> None:
         if topic not in self._warned:

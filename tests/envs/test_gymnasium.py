@@ -153,7 +153,7 @@ def test_without_a_seed_it_is_the_checksum_of_the_prompts_text(roll: Roll, caplo
     with caplog.at_level(logging.WARNING):
         # zlib.crc32(b"Play.")
         assert opening(roll) == opening(roll, seed=3841924618)
-    assert "Blackjack-v1>>>> have no seed" in caplog.text
+    assert "Rows for Blackjack-v1 have no seed" in caplog.text
 
 
 def test_a_seed_that_is_none_is_refused(roll: Roll) -> None:
@@ -222,4 +222,9 @@ def test_without_gymnasium_its_installation_is_named() -> None:
         "gymnasium_env('FrozenLake-v1')"
     )
     failed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert "SetupError: gymnasium_env needs Gymnasium: pip install gymnasium." in failed.stderr
+    assert "SetupError: gymnasium_env needs Gymnasium: pip install 'trl-rollouts[gymnasium]'." in failed.stderr
+
+
+def test_a_misspelt_option_of_ours_is_not_gymnasiums() -> None:
+    with pytest.raises(SetupError, match="no option 'to_txt'. Did you mean to_text"):
+        gymnasium_env("CartPole-v1", to_txt=str, to_action=lambda text, space: 0)

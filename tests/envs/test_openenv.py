@@ -475,7 +475,7 @@ def test_an_argument_that_cannot_work_is_refused_before_the_server_is_asked(opti
 
 def test_without_websockets_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "websockets", None)
-    with pytest.raises(SetupError, match="pip install 'websockets>=15'"):
+    with pytest.raises(SetupError, match="pip install 'trl-rollouts.openenv.'"):
         openenv_env("http://127.0.0.1:9", max_concurrency=8)
 
 

@@ -263,7 +263,7 @@ def test_an_argument_that_cannot_work_is_refused(options: dict[str, Any], words:
 
 def test_without_the_library_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(SetupError, match="pip install reasoning-gym"):
+    with pytest.raises(SetupError, match="pip install 'trl-rollouts.reasoning-gym.'"):
         reasoning_gym_dataset("chain_sum", size=1)
-    with pytest.raises(SetupError, match="pip install reasoning-gym"):
+    with pytest.raises(SetupError, match="pip install 'trl-rollouts.reasoning-gym.'"):
         reasoning_gym_env()

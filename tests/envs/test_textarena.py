@@ -482,5 +482,5 @@ def test_a_game_that_asks_a_model_names_the_key_it_lacks(monkeypatch: pytest.Mon
 
 def test_without_textarena_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(SetupError, match="pip install textarena"):
+    with pytest.raises(SetupError, match="pip install 'trl-rollouts.textarena.'"):
         textarena_env("Bandit-v0")

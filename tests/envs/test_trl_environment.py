@@ -474,3 +474,19 @@ def broken() -> None:
 def test_what_cannot_work_is_refused_at_once(factory: Any, words: str) -> None:
     with pytest.raises(SetupError, match=words):
         trl_environment(factory)
+
+
+def test_the_capacity_of_the_class_is_that_of_the_rollout() -> None:
+    class Few(CounterEnv):
+        max_concurrency = 3
+
+    assert getattr(trl_environment(Few), "max_concurrency", None) == 3
+
+
+def test_a_reward_that_is_none_fails_its_trajectory(roll: Roll) -> None:
+    class Unsure(CounterEnv):
+        def get_reward(self) -> None:  # type: ignore[override]
+            return None
+
+    with pytest.raises(RolloutError, match=r"Unsure gave no reward \(None\)"):
+        roll(trl_environment(Unsure), ["."])

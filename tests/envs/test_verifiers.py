@@ -392,5 +392,5 @@ def test_prompts_of_another_data_set_stop_the_run() -> None:
 def test_without_the_library_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     for function in (verifiers_env, verifiers_dataset):
-        with pytest.raises(SetupError, match="pip install 'verifiers"):
+        with pytest.raises(SetupError, match="pip install 'trl-rollouts.verifiers.'"):
             function(GUESS)

@@ -108,7 +108,7 @@ async def _body(response: aiohttp.ClientResponse) -> Any:
     try:
         return await response.json(content_type=None)
     except ValueError:
-        return await response.text()
+        return await response.text(errors="replace")
 
 
 def _message(answer: Any) -> str:

@@ -8,7 +8,6 @@ it counts as there.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 
 import aiohttp
 
@@ -46,6 +45,8 @@ class Member:
         self._found: ServerClient | None = None
         """It is there and proved, but its weights may not be the trainer's."""
         self._instance: str | None = None
+        self._loaded: str | None = None
+        """The process that has the trainer's weights, if it is known which."""
         self._search: asyncio.Task[None] | None = None
         self._left: list[ServerClient] = []
         """Clients of processes that are gone: requests may still be ending on them."""
@@ -53,7 +54,7 @@ class Member:
     async def join(self) -> None:
         """Connect for the first time, before the trainer's weights are brought. Raises what `reach` raises."""
         await self.find()
-        self.client, self._found = self._found, None
+        self.client, self._found, self._loaded = self._found, None, self._instance
 
     @property
     def is_reached(self) -> bool:
@@ -101,6 +102,13 @@ class Member:
                 raise ServerGoneError(f"The server at {self.base_url} was restarted since the last call.")
         except ServerGoneError as error:
             self.lose(self.client or self._found, error)
+        if self.client is None:
+            self._loaded = None  # new ones may be on their way
+
+    def miss(self, error: RolloutError) -> None:
+        """It did not get the trainer's new weights."""
+        self.lose(self.client, error)
+        self._loaded = None
 
     async def find(self) -> None:
         """Reach it, whatever its weights. Raises what `reach` raises."""
@@ -132,7 +140,9 @@ class Member:
                 if self._found is None:
                     await self.find()
                 found = self._found
-                await self._restored()
+                if self._instance is None or self._instance != self._loaded:
+                    await self._restored()
+                    self._loaded = self._instance
                 self.client, self._found, self.loss = found, None, None
             except RolloutError as error:
                 if not _may_pass(error):
@@ -160,9 +170,12 @@ async def first_reached(members: Sequence[Member]) -> bool:
     searches = [asyncio.create_task(member.find()) for member in members]
     try:
         for search in asyncio.as_completed(searches):
-            with suppress(ServerGoneError):
+            try:
                 await search
                 return True
+            except RolloutError as error:
+                if not _may_pass(error):
+                    raise
         return False
     finally:
         for task in searches:

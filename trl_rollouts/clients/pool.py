@@ -83,8 +83,7 @@ class PoolClient:
         """The trainer's new weights did not reach these: they count as gone until they do."""
         for member in self._members:
             if member.base_url in base_urls:
-                error = ServerGoneError(f"The server at {member.base_url} did not get the new weights.")
-                member.lose(member.client, error)
+                member.miss(ServerGoneError(f"The server at {member.base_url} did not get the new weights."))
 
     async def rest(self) -> list[str]:
         """End a call of the rollout: the addresses of servers that were restarted within it, without being missed.

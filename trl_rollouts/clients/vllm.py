@@ -75,7 +75,7 @@ class VLLMClient:
                 raise ServerGoneError(f"{error} And {self.base_url}/health {problem}.") from error
             raise
         choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not isinstance(choices, list) or len(choices) != 1:
+        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise ServerError(f"{self.base_url}/v1/completions answered without exactly one choice: {answer!r:.300}")
         choice: dict[str, Any] = choices[0]
         return choice

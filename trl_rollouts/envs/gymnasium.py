@@ -43,7 +43,7 @@ def gymnasium_env(
         to_action: takes what the model writes, without its thoughts, and the action space; returns an action. A
             `ValueError` is told to the model. By default the last integer in the text, for a `Discrete` space.
         action_names: what the model calls the actions of a `Discrete` space, in order. The last one that it names
-            counts.
+            counts. The prompt has to tell it their names.
         **make_options: what `gymnasium.make` takes beside the id.
 
     Raises:
@@ -56,6 +56,10 @@ def gymnasium_env(
     """
     if to_action is not None and action_names is not None:
         raise SetupError("Pass to_action or action_names, not both.")
+    own = ["to_text", "to_action", "action_names"]
+    for name in make_options:
+        if near := difflib.get_close_matches(name, own, n=1, cutoff=0.8):
+            raise SetupError(f"gymnasium_env has no option {name!r}. Did you mean {near[0]}?")
     if any(function is not None and not callable(function) for function in (to_text, to_action)):
         raise SetupError(f"to_text and to_action must be functions, not {to_text!r} and {to_action!r}.")
     factory = _factory(make, make_options)
@@ -77,14 +81,14 @@ class GymnasiumEnv:
     def reset(self, prompt: list[Message]) -> list[Message]:
         if prompt[-1].get("is_rendered"):
             raise SetupError("gymnasium_env has a first observation to show; use prompts that are lists of messages.")
-        observation, info = self._env.reset(seed=reset_seed(prompt, str(self._env)))
+        observation, info = self._env.reset(seed=reset_seed(prompt, _name(self._env)))
         return with_text_behind(prompt, self._shown(observation, info))
 
     def step(self, action: Message) -> StepResult:
         try:
             chosen = self._actions.read(action["content"], self._env.action_space)
         except ValueError as problem:
-            return _answer(f"Error: no action was taken: {problem}")
+            return _answer(f"Error: no action was taken: {problem}", refused=str(problem))
         observation, reward, terminated, truncated, info = self._env.step(chosen)
         if terminated or truncated:
             return StepResult(reward=float(reward), terminated=bool(terminated), truncated=bool(truncated))
@@ -120,7 +124,7 @@ class _Actions:
         if not isinstance(space, Discrete):
             raise SetupError(f"The action space is {space}. Pass to_action, which makes an action of a text.")
         if self._names is not None and len({*self._names}) != space.n:
-            raise SetupError(f"{space} has {space.n} actions; action_names must name each, not {self._names}.")
+            raise SetupError(f"{space} has {space.n} actions; action_names must name each once, not {self._names}.")
 
     def read(self, text: str, space: Any) -> Any:
         """The action.
@@ -149,15 +153,16 @@ _INTEGER = re.compile(r"(?<![\w.])-?\d+(?!\w|\.\d)")
 _COLOURED = re.compile(r"\x1b\[([\d;]*)m(.*?)\x1b\[0m", re.DOTALL)
 
 
-def _answer(text: str, reward: float = 0.0) -> StepResult:
-    return StepResult([{"role": "user", "content": text}], reward=reward)
+def _answer(text: str, reward: float = 0.0, refused: str | None = None) -> StepResult:
+    info = {} if refused is None else {"refused_action": refused}
+    return StepResult([{"role": "user", "content": text}], reward=reward, info=info)
 
 
 def _factory(make: Any, options: dict[str, Any]) -> Callable[[], Any]:
     try:
         import gymnasium
     except ImportError as cause:
-        raise SetupError("gymnasium_env needs Gymnasium: pip install gymnasium.") from cause
+        raise SetupError("gymnasium_env needs Gymnasium: pip install 'trl-rollouts[gymnasium]'.") from cause
 
     if isinstance(make, str):
         return functools.partial(gymnasium.make, make, **options)
@@ -178,17 +183,24 @@ def _try_out(factory: Callable[[], Any], to_text: ToText | None, actions: _Actio
     env = _made(factory)
     try:
         if hasattr(env, "num_envs"):
-            raise SetupError(f"{env} is vectorized. Pass a single environment: each trajectory gets one of its own.")
+            raise SetupError(
+                f"{_name(env)} is vectorized. Pass a single environment: each trajectory gets one of its own."
+            )
         actions.check(env.action_space)
         if to_text is None and getattr(env, "render_mode", None) != "ansi":
-            raise SetupError(f'{env} draws no text. Pass to_text, or render_mode="ansi" where it knows that.')
-        with boundary(SetupError, f"{env} cannot begin an episode"):
+            raise SetupError(f'{_name(env)} draws no text. Pass to_text, or render_mode="ansi" where it knows that.')
+        with boundary(SetupError, f"{_name(env)} cannot begin an episode"):
             GymnasiumEnv(env, to_text=to_text, actions=actions).reset([{"role": "user", "task": {"seed": 0}}])
             frame = env.render() if to_text is None else ""
         if len({colour for colour, _ in _COLOURED.findall(frame)}) > 1:
-            raise SetupError(f"{env} draws in several colours, which the model would not see. Pass to_text.")
+            raise SetupError(f"{_name(env)} draws in several colours, which the model would not see. Pass to_text.")
     finally:
         env.close()
+
+
+def _name(env: Any) -> str:
+    spec = getattr(env, "spec", None)
+    return str(env) if spec is None else str(spec.id)
 
 
 def _made(factory: Callable[[], Any]) -> Any:

@@ -186,7 +186,9 @@ def _library(module: str) -> Any:
         importlib.import_module("reasoning_gym")  # which registers the data sets
         return importlib.import_module(f"reasoning_gym.{module}")
     except ImportError as cause:
-        raise SetupError(f"Reasoning Gym cannot be imported ({cause}): pip install reasoning-gym") from cause
+        raise SetupError(
+            f"Reasoning Gym cannot be imported ({cause}): pip install 'trl-rollouts[reasoning-gym]'"
+        ) from cause
 
 
 @functools.lru_cache(maxsize=64)

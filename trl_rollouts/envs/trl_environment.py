@@ -54,7 +54,9 @@ def trl_environment(environment_factory: Callable[[], Any], *, tool_timeout_s: f
             f"{environment_factory!r:.200}."
         )
     pool = _Pool(environment_factory, _tools_of(_kind(environment_factory)))
-    return lambda: TRLEnv(pool, timeout_s=tool_timeout_s)
+    factory = functools.partial(TRLEnv, pool, timeout_s=tool_timeout_s)
+    factory.max_concurrency = getattr(environment_factory, "max_concurrency", None)  # type: ignore[attr-defined]
+    return factory
 
 
 class TRLEnv:
@@ -144,7 +146,10 @@ class _Instance:
         environment = self._environment
         with boundary(EnvError, f"the reward of {self.name} cannot be read"):
             read = environment.get_reward if self._reads_method else lambda: environment.reward
-            return float(await self.worker.call(read))
+            reward = await self.worker.call(read)
+            if reward is None:
+                raise EnvError(f"{self.name} gave no reward (None), so the row cannot be compared with its group's.")
+            return float(reward)
 
     @property
     def _has_reward(self) -> bool:

@@ -38,6 +38,8 @@ class Dialect(Protocol):
     """One request at a time, health checks included."""
     num_starts: int
     """Of the server's process: what tells one from the next."""
+    num_running: int
+    """Generate requests that are worked on."""
 
     def prompts(self, body: Any) -> list[list[int]]:
         """The prompts of a generate request that are token ids."""

@@ -216,6 +216,8 @@ def the_same_actions_give_the_same_episode(plays: Plays) -> None:
 def episodes_at_the_same_time_do_not_touch_each_other(plays: Plays) -> None:
     if _difference(_played(plays), plays.again) is not None:
         raise NotSeenError
+    if not plays.one.calls:  # its kind allows one at a time
+        raise NotSeenError
     for play in (plays.one, plays.other):
         difference = _difference(plays.alone, play)
         _owe(

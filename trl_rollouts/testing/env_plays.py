@@ -9,9 +9,11 @@ import copy
 import inspect
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..env import EnvFactory
@@ -113,7 +115,8 @@ class Plays:
     async def _play(self) -> None:
         for play in (self.alone, self.again):
             await self._episodes([play])
-        await self._episodes([self.one, self.other])
+        if getattr(self._env_factory, "max_concurrency", None) != 1:
+            await self._episodes([self.one, self.other])
         await self._episodes([self.rendered], actions=[])
         await self._episodes([self.unused], is_reset=False)
 
@@ -185,10 +188,16 @@ class Plays:
             call.error = None
         except Exception as error:
             if not limit.expired():
-                call.error = f"{type(error).__name__}: {error}"
+                call.error = f"{type(error).__name__}: {error}{_place(error)}"
             else:
                 self.hang = f"{call.name} did not come back within timeout_s={self._timeout_s:g}"
         finally:
             self._pending = None
             ticking.cancel()
             call.lag_s = max(call.lag_s, time.monotonic() - ticked_at - TICK_S)
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""

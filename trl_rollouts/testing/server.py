@@ -14,18 +14,17 @@ Everything is bounded: stopping drops what is open, whoever waits for it.
 import asyncio
 import contextlib
 import json
-import socket
-import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 from aiohttp import web
 
+from . import sending
 from .dialect import Answer, Bricked, Dialect, Refusal, Route
-from .faults import BrokenBody, Fault, Reset, Silence, Status
+from .faults import Fault, Restart
 from .model import FakeModel, Replies
 from .trl_dialect import TRLDialect
 from .vllm_dialect import VLLMDialect
@@ -83,8 +82,11 @@ class FakeServer:
         """Most generate requests that had arrived and not been answered at one moment."""
         self.served_at_once = 0
         """Most generate requests that were worked on at one moment: never above 1 with "trl"."""
-        self._in_flight = self._served = self._port = 0
+        self._in_flight = self._port = 0
         self._thread: threading.Thread | None = None
+        self._restarter: threading.Thread | None = None
+        """Of the last `Restart`: a server cannot stop and start itself from its own thread."""
+        self._stays_down = threading.Event()
 
     @property
     def base_url(self) -> str:
@@ -123,6 +125,13 @@ class FakeServer:
 
     def stop(self) -> None:
         """Drop every connection and end, as a killed server does. The script and the records stay."""
+        if self._restarter is not None:
+            self._stays_down.set()
+            self._restarter.join(3 * _STOP_S)
+            self._stays_down.clear()
+        self._stop()
+
+    def _stop(self) -> None:
         if self._thread is None:
             return
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
@@ -136,6 +145,18 @@ class FakeServer:
         """Stop, and listen at the same address again."""
         self.stop()
         self.start()
+
+    def _begin_restart(self, down_s: float) -> None:
+        """Stop, and start again after a while. Of several at a time the first one counts."""
+
+        def restart() -> None:
+            self._stop()
+            if not self._stays_down.wait(down_s):
+                self.start()
+
+        if self._restarter is None or not self._restarter.is_alive():
+            self._restarter = threading.Thread(target=restart, name="FakeServer:restart", daemon=True)
+            self._restarter.start()
 
     def __enter__(self) -> Self:
         self.start()
@@ -151,7 +172,7 @@ class FakeServer:
     async def _serve(self, started: "Future[int]") -> None:
         # What belongs to a loop is made here, anew for each start.
         self._loop, self._stopping, self._turn = asyncio.get_running_loop(), asyncio.Event(), asyncio.Lock()
-        self._in_flight = self._served = 0
+        self._in_flight = self._dialect.num_running = 0
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(
@@ -192,7 +213,7 @@ class FakeServer:
             if request.path == self._dialect.generate_path:
                 return await self._generate(request, body)
             async with self._its_turn():
-                return _response(route(body or {}, request.query))
+                return sending.whole(route(body or {}, request.query))
         except Refusal as refusal:
             return web.json_response(refusal.body, status=refusal.status)
         except Exception as error:  # the script's, a fault's, or a body like no client's
@@ -219,12 +240,12 @@ class FakeServer:
         try:
             fault = self._fault(body or {})
             async with self._its_turn():
-                self._served += 1
-                self.served_at_once = max(self.served_at_once, self._served)
+                self._dialect.num_running += 1
+                self.served_at_once = max(self.served_at_once, self._dialect.num_running)
                 try:
                     return await self._answer(request, body or {}, fault)
                 finally:
-                    self._served -= 1
+                    self._dialect.num_running -= 1
         finally:
             self._in_flight -= 1
 
@@ -234,21 +255,22 @@ class FakeServer:
         return next(self._faults, None) if self._dialect.prompts(body) else None
 
     async def _answer(self, request: web.Request, body: Any, fault: Fault | None) -> web.StreamResponse:
-        if isinstance(fault, Status | Reset | Silence):
-            return await _instead(fault, request)
+        if isinstance(fault, Restart):
+            self._begin_restart(fault.down_s)
+        if isinstance(fault, sending.Instead):
+            return await sending.instead(fault, request)
         answer = await self._sampled(request, body)
-        if isinstance(fault, BrokenBody):
-            text = json.dumps(answer.body)
-            return web.Response(text=text[: len(text) // 2], content_type="application/json")
+        if isinstance(fault, sending.OnTheWire):
+            return await sending.spoiled(fault, answer, request)
         if fault is not None:
             fault.spoil(answer.body)
-        return _response(answer)
+        return sending.whole(answer)
 
     async def _sampled(self, request: web.Request, body: Any) -> Answer:
         try:
             answer = self._dialect.routes["POST", self._dialect.generate_path](body, request.query)
         except Bricked:
-            await _for_ever()
+            await sending.for_ever()
         await asyncio.sleep(answer.delay_s)
         return answer
 
@@ -256,35 +278,3 @@ class FakeServer:
     async def _its_turn(self) -> AsyncIterator[None]:
         async with self._turn if self._dialect.is_serial else contextlib.nullcontext():
             yield
-
-
-def _response(answer: Answer) -> web.Response:
-    if isinstance(answer.body, str):
-        return web.Response(text=answer.body)
-    return web.Response() if answer.body is None else web.json_response(answer.body)
-
-
-async def _for_ever() -> NoReturn:
-    """Until the loop ends, which cancels it."""
-    while True:
-        await asyncio.sleep(3600.0)
-
-
-async def _instead(fault: Status | Reset | Silence, request: web.Request) -> web.StreamResponse:
-    """What comes in place of an answer."""
-    match fault:
-        case Status(code, None):
-            return web.Response(status=code, text="Internal Server Error")
-        case Status(code, str() as text):
-            return web.Response(status=code, text=text)
-        case Status(code, error):
-            return web.json_response(error, status=code)
-        case Silence():
-            await _for_ever()
-        case Reset():
-            if (transport := request.transport) is not None:
-                # Lingering for zero seconds makes closing a TCP reset.
-                linger = struct.pack("ii", 1, 0)
-                transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                transport.abort()
-            return web.Response()

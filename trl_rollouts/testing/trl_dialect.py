@@ -15,6 +15,7 @@ class TRLDialect:
     generate_path = "/generate/"
     is_serial = True
     num_starts = 0
+    num_running = 0
 
     def __init__(self, model: FakeModel, *, max_model_len: int) -> None:
         self._model = model

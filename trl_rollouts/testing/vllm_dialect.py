@@ -32,7 +32,7 @@ class VLLMDialect:
         self._max_model_len = max_model_len
         self._logprobs_mode = logprobs_mode
         self._ids = itertools.count()
-        self.num_starts = 0
+        self.num_starts = self.num_running = 0
         self.routes: dict[tuple[str, str], Route] = {
             ("GET", "/health"): lambda body, query: Answer(None),
             ("GET", "/metrics"): lambda body, query: Answer(f"process_start_time_seconds {self.num_starts}.0\n"),
@@ -46,7 +46,7 @@ class VLLMDialect:
                 ("GET", "/get_world_size"): lambda body, query: Answer({"world_size": 1}),
                 ("GET", "/server_info"): lambda body, query: self._server_info(query),
                 ("POST", "/collective_rpc"): lambda body, query: _collective_rpc(body),
-                ("POST", "/reset_prefix_cache"): lambda body, query: Answer({"success": True}),
+                ("POST", "/reset_prefix_cache"): lambda body, query: self._reset_prefix_cache(),
             }
 
     def prompts(self, body: Any) -> list[list[int]]:
@@ -77,6 +77,10 @@ class VLLMDialect:
         text = f"model={self._name!r}, max_seq_len={self._max_model_len}"
         is_json = query.get("config_format") == "json"
         return Answer({"vllm_config": {"model_config": config} if is_json else text, "vllm_env": {}, "system_env": {}})
+
+    def _reset_prefix_cache(self) -> Answer:
+        """Refused, with status 200, while a request uses the cache."""
+        return Answer({"success": self.num_running == 0})
 
     def _tokenize(self, body: Any) -> Answer:
         ids = self._model.encode(body["prompt"])

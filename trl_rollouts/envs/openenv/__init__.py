@@ -1,7 +1,7 @@
 """An environment behind an OpenEnv server: a trajectory has a session of it, over a WebSocket of its own.
 
-    openenv init word_game && cd word_game && python -m server.app --host 127.0.0.1 --port 8000
-    env_rollout(openenv_env("http://127.0.0.1:8000", max_concurrency=8, to_text=show), max_turns=8)
+    openenv init word_game && cd word_game && python -m server.app --host 127.0.0.1 --port 8001
+    env_rollout(openenv_env("http://127.0.0.1:8001", max_concurrency=8, to_text=show), max_turns=8)
 
 The server's observation, as text, follows the prompt's last message; each later one is a user's message. `reset` gets
 the row's columns and the seed, of which the server drops what the environment does not take. An action that the server
@@ -45,7 +45,7 @@ def openenv_env(
     """What `env_rollout` takes, of an environment server that runs.
 
     Args:
-        base_url: the server's, such as "http://127.0.0.1:8000".
+        base_url: the server's, such as "http://127.0.0.1:8001".
         max_concurrency: sessions of this process at a time: the server's `max_concurrent_envs`, which is 1 unless its
             author has raised it, divided by the number of training processes.
         to_text: takes an observation, returns what the model sees; "" after reset adds nothing to the prompt. By
@@ -69,13 +69,13 @@ def openenv_env(
     Example:
         >>> def show(observation):
         ...     return observation["echoed_message"]
-        >>> echo = openenv_env("http://127.0.0.1:8000", max_concurrency=8, to_text=show)  # doctest: +SKIP
+        >>> echo = openenv_env("http://127.0.0.1:8001", max_concurrency=8, to_text=show)  # doctest: +SKIP
         >>> env_rollout(echo, max_turns=4)  # doctest: +SKIP
     """
     try:
         import websockets  # noqa: F401
     except ImportError as cause:
-        raise SetupError("openenv_env needs websockets: pip install 'websockets>=15'.") from cause
+        raise SetupError("openenv_env needs websockets: pip install 'trl-rollouts[openenv]'.") from cause
 
     if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
         raise SetupError(f"base_url must begin with http:// or https://, not {base_url!r:.200}.")

@@ -101,7 +101,7 @@ class OpenEnvEnv:
         try:
             reply = await self._act(action["content"])
         except _InvalidError as invalid:
-            return _answer(f"Error: no action was taken: {invalid}")
+            return _answer(f"Error: no action was taken: {invalid}", refused=str(invalid))
         observation, reward, is_over = self._factory.result(reply)
         self._note([] if reward is None else [reward], is_over)
         if is_over:
@@ -109,6 +109,7 @@ class OpenEnvEnv:
         return _answer(await self._shown(observation), float(reward or 0.0))
 
     async def final_reward(self) -> float:
+        """Nothing; it is the one call that tells of an end that the server has not made."""
         if not self._is_rewarded:
             _warn_unscored(self._url)
         return 0.0
@@ -165,8 +166,9 @@ class _InvalidError(Exception):
     """What the model wrote is no action, in words for it."""
 
 
-def _answer(text: str, reward: float = 0.0) -> StepResult:
-    return StepResult([{"role": "user", "content": text}], reward=reward)
+def _answer(text: str, reward: float = 0.0, refused: str | None = None) -> StepResult:
+    info = {} if refused is None else {"refused_action": refused}
+    return StepResult([{"role": "user", "content": text}], reward=reward, info=info)
 
 
 @functools.cache

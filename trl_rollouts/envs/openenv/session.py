@@ -14,6 +14,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import requests
 import tenacity
@@ -55,7 +56,8 @@ class Server:
         except requests.RequestException as cause:
             raise ServerError(
                 f"No environment server answers at {self.base_url} ({type(cause).__name__}). Start it first, in the "
-                "environment's folder: python -m server.app --host 127.0.0.1 --port 8000."
+                "environment's folder: python -m server.app --host 127.0.0.1 --port "
+                f"{urlsplit(self.base_url).port or 80}."
             ) from cause
         schema = None
         with suppress(requests.JSONDecodeError):

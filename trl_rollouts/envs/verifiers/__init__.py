@@ -10,8 +10,9 @@ make of the finished trace is the trajectory's reward; also where a limit has cu
 limit `max_turns`.
 
 One agent of the environment is the policy. Where its configuration asks for no harness and no runtime it is played by
-verifiers' chat loop (its harness "null"), without a sandbox and a shell. All episodes run in one thread, as verifiers
-expects: what blocks there holds up the other episodes, but neither other environments nor the time limits.
+verifiers' chat loop (its harness "null"), without a sandbox and a shell: the functions of the program that verifiers
+would start for each episode are called here, which ties this module to verifiers 0.4. All episodes run in one thread,
+as verifiers expects: what blocks there holds up the other episodes, but neither other environments nor time limits.
 
 Not here: conversations that do not just grow (compaction, sub-agents, several attempts in an episode, `@vf.intercept`
 of what the model wrote), limits in tokens, and retries, since what was sampled is not sampled again.
@@ -19,6 +20,7 @@ of what the model wrote), limits in tokens, and retries, since what was sampled 
 
 import asyncio
 import functools
+import os
 import threading
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -109,8 +111,12 @@ async def _there(work: Coroutine[Any, Any, T]) -> T:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
 
 
-@functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
+    return _loop_of(os.getpid())  # a forked child has the loop, and not its thread
+
+
+@functools.cache
+def _loop_of(pid: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
 
     def run() -> None:

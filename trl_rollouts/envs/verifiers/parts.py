@@ -46,7 +46,7 @@ def load_environment(environment: Any, caller: str) -> tuple[Any, str]:
     try:
         part()
     except ImportError as cause:
-        raise SetupError(f"{caller} needs verifiers: pip install 'verifiers==0.4.*'. ({cause})") from cause
+        raise SetupError(f"{caller} needs verifiers: pip install 'trl-rollouts[verifiers]'. ({cause})") from cause
     config = _config(environment)
     agents = agents_of(config)
     free = [name for name, agent in agents.items() if agent.client is None]
@@ -152,15 +152,16 @@ def _config(environment: Any) -> Any:
         return part("utils.loaders").resolve_env_config(copy.deepcopy(environment))
     except ModuleNotFoundError as cause:
         raise SetupError(f"{environment!r:.200}: {cause} {_ids_at_hand(environment)}") from cause
-    except (ImportError, AttributeError, TypeError, ValueError) as cause:
+    except Exception as cause:
         raise SetupError(f"{environment!r:.200} is no environment of verifiers: {cause!s:.500}") from cause
 
 
 def _ids_at_hand(environment: Any) -> str:
     """Those near to a wrong one, or all, of verifiers itself and of installed packages that need it."""
-    built_in = [module.name for kind in ("tasksets", "envs") for module in pkgutil.iter_modules(part(kind).__path__)]
+    built_in = [module.name for module in pkgutil.iter_modules(part("tasksets").__path__)]
     needs = re.compile(r"verifiers(?![\w-])")
-    others = [item.name for item in metadata.distributions() if any(map(needs.match, item.requires or []))]
+    named = [item for item in metadata.distributions() if item.name not in ("verifiers", "trl-rollouts")]
+    others = [item.name for item in named if any(map(needs.match, item.requires or []))]
     ids = sorted({name.replace("_", "-") for name in (*built_in, *others)})
     parts = [environment, environment.get("taskset")] if isinstance(environment, dict) else []
     wanted = [str(item["id"]) for item in parts if isinstance(item, dict) and "id" in item]

@@ -28,15 +28,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from types import ModuleType
 from typing import Any
 
-from ..env import EnvFactory, StepResult
-from ..errors import EnvError, SetupError, boundary
-from ..messages import with_text_behind
-from ..trajectory import Message
-from .seeds import reset_seed
+from ...env import EnvFactory, StepResult
+from ...errors import EnvError, SetupError, boundary
+from ...messages import with_text_behind
+from ...trajectory import Message
+from ..seeds import reset_seed
+from .generators import drawing_from, give_own_generators
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,6 @@ NUM_WORDS = 1000
 """A collection in a game that has as many items is a list of words, which is never copied: it would take 0.1 s."""
 
 _ONE_AT_A_TIME = threading.Lock()
-_GENERATOR: ContextVar[random.Random | None] = ContextVar("generator", default=None)
 
 
 def textarena_env(game: str, **options: Any) -> EnvFactory:
@@ -61,12 +59,12 @@ def textarena_env(game: str, **options: Any) -> EnvFactory:
             player, or the same seed does not begin the same game.
 
     Example:
-        >>> env_rollout(textarena_env("GuessTheNumber-v0", max_number=50), max_turns=12)  # doctest: +SKIP
+        >>> env_rollout(textarena_env("GuessTheNumber-v0", max_turns=8), max_turns=18)  # doctest: +SKIP
     """
     library = _library()
     specification = _known(library.envs.registration.ENV_REGISTRY, game)
     with _ONE_AT_A_TIME, _without_downloads(game):
-        _give_own_generators(specification.entry_point)
+        give_own_generators(specification.entry_point)
         is_known = str(specification.entry_point).startswith("textarena.")
         games = _Games(functools.partial(library.make, game, **options), can_be_copied=is_known)
         _try_out(game, games, library.SinglePlayerState)
@@ -90,7 +88,7 @@ class TextArenaEnv:
         return with_text_behind(prompt, _said(self._game))
 
     def step(self, action: Message) -> StepResult:
-        with _drawing_from(self._generator):
+        with drawing_from(self._generator):
             self._is_over, info = self._game.step(action["content"])
         if not self._is_over:
             return StepResult([{"role": "user", "content": _said(self._game)}], info=dict(info))
@@ -100,7 +98,10 @@ class TextArenaEnv:
         return StepResult(reward=float(rewards[0]), terminated=True, info={**info, **players[0]})
 
     async def final_reward(self) -> float:
-        """Nothing; it says so, once a game, where the game is not over."""
+        """Nothing; it says so, once a game, where the game is not over.
+
+        It is the one call that tells an environment of a limit that has cut it. Async, so that it waits for no step.
+        """
         if not self._is_over:
             _warn_unfinished(self._name)
         return 0.0
@@ -146,7 +147,7 @@ class _Games:
         self._begun = functools.lru_cache(NUM_KEPT)(self.begin)
         self._lock = functools.lru_cache(NUM_KEPT)(lambda seed: threading.Lock())
         generator = random.Random(0)
-        with _drawing_from(generator):
+        with drawing_from(generator):
             blank = make()
         asks_model = any(isinstance(value, _library().Agent) for value in vars(_innermost(blank)).values())
         self._can_be_copied = can_be_copied and not asks_model  # through a connection
@@ -164,7 +165,7 @@ class _Games:
 
     def begin(self, seed: int) -> tuple[Any, random.Random]:
         generator = random.Random(seed)
-        with _drawing_from(generator):
+        with drawing_from(generator):
             game = self._make() if self._blank is None else _copied(self._blank)
             game.reset(num_players=1, seed=seed)
         return game, generator
@@ -178,47 +179,6 @@ def _is_word_list(value: Any) -> bool:
     if isinstance(value, list | set):
         return len(value) >= NUM_WORDS
     return isinstance(value, importlib.import_module("textarena.envs.utils.word_lists").EnglishDictionary)
-
-
-class _OwnGenerator(ModuleType):
-    """Python's `random`, as a game sees it: while an episode runs, its functions are those of its own generator.
-
-    A lock around every call and a swap of the process's state would not do: another thread could draw meanwhile, and a
-    game that waits for a server would hold up all others.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        ours = getattr(random, name)
-        if not hasattr(random.Random, name):
-            return ours
-
-        def drawn(*args: Any, **kwargs: Any) -> Any:  # a game may keep the function, so it asks for the generator late
-            generator = _GENERATOR.get()
-            return (ours if generator is None else getattr(generator, name))(*args, **kwargs)
-
-        return drawn
-
-
-_RANDOM = _OwnGenerator("random")
-
-
-@contextmanager
-def _drawing_from(generator: random.Random) -> Iterator[None]:
-    token = _GENERATOR.set(generator)
-    try:
-        yield
-    finally:
-        _GENERATOR.reset(token)
-
-
-def _give_own_generators(entry_point: Any) -> None:
-    """In TextArena's modules, and in those that a game registered by the user comes with, `random` means `_RANDOM`."""
-    name = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
-    importlib.import_module(name)
-    packages = {"textarena", name.partition(".")[0]}
-    for module in [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]:
-        if getattr(module, "random", None) is random:
-            vars(module)["random"] = _RANDOM
 
 
 @contextmanager
@@ -296,7 +256,7 @@ def _library() -> Any:
     try:
         return importlib.import_module("textarena")
     except ImportError as cause:
-        raise SetupError(f"TextArena cannot be imported ({cause}): pip install textarena") from cause
+        raise SetupError(f"TextArena cannot be imported ({cause}): pip install 'trl-rollouts[textarena]'") from cause
 
 
 @functools.cache
