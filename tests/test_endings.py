@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trl_rollouts import Completion, Rollout, RolloutError, ServerError, StepResult, env_rollout, episode
-from trl_rollouts.testing import ScriptedClient, byte_tokenizer, fake_trainer
+from trl_rollouts import Completion, Rollout, RolloutError, ServerError, SetupError, StepResult, env_rollout, episode
+from trl_rollouts.testing import Reply, ScriptedClient, byte_tokenizer, fake_trainer
 
 TOKENIZER = byte_tokenizer()
 
@@ -171,3 +171,69 @@ def test_an_environment_is_begun_stepped_and_closed_in_one_task() -> None:
     roll(rollout, "p")
     rollout.close()
     assert len(tasks) == 1
+
+
+def test_an_environment_whose_own_task_group_cancels_it_fails_its_own_row() -> None:
+    class Grouped(Once):
+        async def reset(self, prompt: Any) -> Any:
+            async def die() -> None:
+                await asyncio.sleep(0.05)
+                raise OSError("the connection is gone")
+
+            self.group = await asyncio.TaskGroup().__aenter__()
+            if prompt[0]["content"] == "p":
+                self.group.create_task(die())
+            return await super().reset(prompt)
+
+        async def close(self) -> None:
+            await self.group.__aexit__(None, None, None)
+
+    client = ScriptedClient(lambda ids: Reply([97, 258], delay_s=0.3))
+    rollout = env_rollout(Grouped, client=client)
+    batch = roll(rollout, "p", "q")
+    rollout.close()
+    assert batch["stop_reason"] == ["error", "terminated"]
+    assert "cancelled its own trajectory" in batch["rollout_error"][0]
+
+
+def test_a_step_that_catches_its_cancellation_is_not_called_again_when_the_run_has_ended() -> None:
+    steps = []
+
+    class Deaf(Once):
+        async def step(self, action: Any) -> StepResult:
+            if self.asked == "q":
+                raise SetupError("this cannot work")
+            steps.append(1)
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.2)
+            return StepResult([{"role": "user", "content": "go"}])
+
+    rollout = env_rollout(Deaf, client=ScriptedClient(lambda ids: "a"))
+    with pytest.raises(SetupError, match="this cannot work"):
+        roll(rollout, "p", "q")
+    rollout.close()
+    assert len(steps) <= 1
+
+
+@pytest.mark.parametrize("problem", [AssertionError("no"), SystemExit(3)])
+def test_a_property_that_raises_fails_its_row(problem: BaseException) -> None:
+    class Odd(Once):
+        @property
+        def tools(self) -> Any:
+            if self.asked == "p":
+                raise problem
+            return None
+
+    rollout = env_rollout(Odd, client=ScriptedClient(lambda ids: "a"))
+    assert roll(rollout, "p", "q")["stop_reason"] == ["error", "terminated"]
+    rollout.close()
+
+
+def test_tools_that_are_no_list_are_a_sentence() -> None:
+    class Odd(Once):
+        def tools(self) -> None: ...
+
+    rollout = env_rollout(Odd, client=ScriptedClient(lambda ids: "a"))
+    with pytest.raises(RolloutError, match="env.tools is .* it must be a list of schemas"):
+        roll(rollout, "p")
+    rollout.close()

@@ -367,7 +367,7 @@ def test_a_request_that_kills_its_servers_is_given_up() -> None:
         await pool.join()
         await pool.generate([5] * 7, SAMPLING)
 
-    with pytest.raises(ServerError, match="3 servers were lost with a request of 7 tokens, max_tokens=8"):
+    with pytest.raises(ServerError, match="5 servers were lost with a request of 7 tokens, max_tokens=8"):
         asyncio.run(play())
 
 
@@ -401,6 +401,49 @@ def test_a_server_that_dies_while_it_gets_its_weights_is_looked_for_again() -> N
         return completion, [client.is_closed for client in clients]
 
     assert asyncio.run(play()) == (sampled(2), [True, True, False])
+
+
+def test_a_restore_that_hangs_holds_up_neither_the_end_of_a_call_nor_an_interruption() -> None:
+    is_free = threading.Event()
+
+    async def play() -> tuple[float, float]:
+        pool = pool_of([Scripted(lambda: None), Scripted(lambda: None, process=1)], lambda base_url: is_free.wait(5))
+        await pool.join()
+        await pool.lose(["http://scripted"])
+        waiting = asyncio.create_task(pool.generate([5], SAMPLING))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        started = time.monotonic()
+        await pool.rest()
+        rested = time.monotonic()
+        asyncio.get_running_loop().call_later(0.5, is_free.set)
+        await pool.roll_call()  # after which weights may be sent
+        return rested - started, time.monotonic() - rested
+
+    rest_s, roll_call_s = asyncio.run(play())
+    assert rest_s < 0.3
+    assert roll_call_s > 0.4
+
+
+def test_a_batch_of_which_one_trajectory_ran_out_of_time_while_the_server_was_away_is_kept(
+    server: Server, trainer: Any
+) -> None:
+    class Short(Turns):
+        def reset(self, prompt: Any) -> Any:
+            self.is_short = prompt[0]["content"] == "p"
+            return super().reset(prompt)
+
+        def step(self, action: Any) -> StepResult:
+            if self.is_short:
+                return StepResult(reward=1.0, terminated=True)
+            time.sleep(0.3)
+            server.stop()
+            return super().step(action)
+
+    trainer.args.vllm_server_timeout = 30.0
+    rollout = env_rollout(Short, base_url=server.base_url, trajectory_timeout_s=2.0)
+    batch = roll(rollout, trainer, "p", "q")
+    assert batch["stop_reason"] == ["terminated", "timeout"]
 
 
 def test_whatever_keeps_weights_from_being_brought_is_told() -> None:

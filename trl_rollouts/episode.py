@@ -113,16 +113,18 @@ async def _bounded(running: Coroutine[Any, Any, Trajectory], env: HostedEnv, set
             task.cancel()
         await asyncio.wait({task}, timeout=setting.env_limits.close_timeout_s + GRACE_S)
         raise
-    if done:
+    if done and not task.cancelled():
         return task.result()
     task.cancel()
-    left = Trajectory()
-    left.fail(
-        EnvError(
+    if done:
+        reason = "the environment cancelled its own trajectory, as a task group does in which a task has failed"
+    else:
+        reason = (
             f"the environment did not end within {setting.longest_s:g} s: it catches its cancellation and goes on, so "
-            "it was left behind. Let asyncio.CancelledError pass: `except Exception`, not `except:`."
+            "it was left behind. Let asyncio.CancelledError pass: `except Exception`, not `except:`"
         )
-    )
+    left = Trajectory()
+    left.fail(EnvError(reason))
     return left
 
 
@@ -161,6 +163,8 @@ async def _play(trajectory: Trajectory, env: HostedEnv, prompt: Prompt, seed_ind
                 if asyncio.get_running_loop().time() >= (limit.when() or 0.0):
                     is_over = True  # a step caught its cancellation, or the loop was busy
                     raise TimeoutError
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError  # the run's, which a step caught
                 await _turn(trajectory, env, parser, seed_index, setting)
     except Exception as error:
         if not (limit.expired() or is_over) or not is_data(error):

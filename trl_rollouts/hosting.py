@@ -15,7 +15,7 @@ from typing import Any
 from .env import Env, EnvFactory, StepResult, checked_opening, checked_reward, checked_step
 from .errors import EnvError, SetupError, boundary
 from .trajectory import Message
-from .worker import Worker, is_async
+from .worker import Worker, exits_as_errors, is_async
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,11 @@ class HostedEnv:
         self._env: Env | None = None
         self._making: asyncio.Future[Env] | None = None
         self._late: asyncio.Future[None] | None = None
+        self.tools: Sequence[Any] = ()
+        """Schemas for the chat template; known after reset."""
+        self.answer_role: str | None = None
+        """The role of observations, where the environment says it or has tools; known after reset."""
+        self._final_reward: Callable[[], Any] | None = None
         self.is_closing = False
         """It is to be let finish."""
 
@@ -60,27 +65,28 @@ class HostedEnv:
                 f"The environment {type(self._env).__name__} has no method {', '.join(missing)}; see Env."
             )
 
-    @property
-    def tools(self) -> Sequence[Any]:
-        """Schemas for the chat template."""
-        return getattr(self._env, "tools", None) or ()
-
-    @property
-    def answer_role(self) -> str | None:
-        """The role of observations, where the environment says it or has tools."""
-        role: str | None = getattr(self._env, "answer_role", "tool" if self.tools else None)
-        return role
-
     async def reset(self, prompt: list[Message]) -> list[Message]:
         """The opening messages."""
         assert self._env is not None
         try:
             async with _limited("env.reset", "reset_timeout_s", self._limits.reset_timeout_s):
-                return checked_opening(await self._worker.call(self._env.reset, prompt))
+                opening = checked_opening(await self._worker.call(self._env.reset, prompt))
+                self._read_attributes()
+                return opening
         except EnvError as error:
             if isinstance(error.__cause__, KeyError):
                 raise EnvError(f"{error}. {_handed_over(prompt)}") from error.__cause__
             raise
+
+    def _read_attributes(self) -> None:
+        """What is optional in the protocol; a property of a user's may do anything."""
+        with exits_as_errors():
+            tools = getattr(self._env, "tools", None)
+            if not isinstance(tools, list | tuple | None):
+                raise EnvError(f"env.tools is {tools!r:.200}; it must be a list of schemas.")
+            self.tools = tools or ()
+            self.answer_role = getattr(self._env, "answer_role", "tool" if self.tools else None)
+            self._final_reward = getattr(self._env, "final_reward", None)
 
     async def step(self, action: Message) -> StepResult:
         assert self._env is not None
@@ -92,7 +98,7 @@ class HostedEnv:
 
         Behind a call that still hangs it cannot be known, and a reward without it would be taken for the whole.
         """
-        method: Callable[[], Any] | None = getattr(self._env, "final_reward", None)
+        method = self._final_reward
         if method is None:
             return 0.0
         if self._worker.num_unfinished and not is_async(method):

@@ -40,8 +40,8 @@ class EnvKinds:
         """
         if not self._are_named:
             return self._factories[""]
-        last = prompt[-1] if prompt and not isinstance(prompt, str) else {}
-        task = last.get("task")
+        last = prompt[-1] if prompt and not isinstance(prompt, str) else None
+        task = last.get("task") if isinstance(last, dict) else None
         name = task.get("environment") if isinstance(task, dict) else None
         if isinstance(name, str) and name in self._factories:
             return self._factories[name]

@@ -33,7 +33,7 @@ from .metrics import all_refused, log_figures, mostly_cut
 from .options import RolloutOptions, check_positive, check_values
 from .sampling import Sampling
 from .tokens import ChatTokenizer
-from .trajectory import Trajectory, columns
+from .trajectory import StopReason, Trajectory, columns
 from .transcripts import write_transcripts
 from .weights import CheckpointSync
 
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from .clients.pool import PoolClient
 
 logger = logging.getLogger(__name__)
+
+_INHERITED: list[Any] = []
+"""What a forked child must not collect: its parent's connections would be closed with it."""
 
 
 class Rollout:
@@ -112,6 +115,7 @@ class Rollout:
         for topic, warning in reading.warnings(trainer, sampling, self._trajectory_timeout_s).items():
             self._warn_once(topic, warning)
         if self._engine is None or self._engine.pid != os.getpid():  # a forked child has no thread of its own
+            _INHERITED.append((self._engine, self._pool))
             self._engine, self._pool = Engine(), None
             self._engine.cleanups[:] = self._cleanups
         base_urls = self._urls(trainer)
@@ -230,6 +234,11 @@ class Rollout:
                 self._engine.run(pool.rest())
             raise
         restarted = self._engine.run(pool.rest())
+        absence = pool.absence()
+        if absence is not None and all(
+            one.stop_reason in (StopReason.TIMEOUT, StopReason.ERROR) for one in trajectories
+        ):
+            raise absence
         if restarted and self._connected_to[1] is not _leave_weights:
             raise ServerError(
                 f"{', '.join(restarted)}: restarted during this rollout, and no request missed it. What was sampled "

@@ -22,6 +22,7 @@ from .errors import ServerGoneError, SetupError, WeightSyncError, boundary
 if TYPE_CHECKING:
     import requests
 
+CONNECT_TIMEOUT_S = 10.0
 RELOAD_TIMEOUT_S = 600.0
 RESET_TIMEOUT_S = 30.0
 PREFIX = "rollout-weights-step-"
@@ -62,7 +63,7 @@ class CheckpointSync:
         if self._synced is not None and self._synced[0] is state and self._synced[1:] == (step, servers):
             return []
         state_dict = _state_dict(trainer)
-        outcome = _Outcome()
+        outcome = _Outcome(servers)
         if trainer.accelerator.is_main_process:
             try:
                 with boundary(WeightSyncError, "The weights could not be saved or sent"):
@@ -72,6 +73,11 @@ class CheckpointSync:
         outcome = _from_main_process(trainer, outcome)
         if outcome.problem is not None:
             raise outcome.problem
+        if outcome.base_urls != servers:
+            raise SetupError(
+                f"The processes sample from different servers, the main one from {', '.join(outcome.base_urls)} and "
+                f"this one from {', '.join(servers)}, and only the main one syncs. Give all the same base_url."
+            )
         self._synced, self._pushed = (state, step, servers), outcome.folder
         self._is_shared = trainer.accelerator.num_processes > 1
         return outcome.left_out
@@ -114,6 +120,7 @@ class CheckpointSync:
 class _Outcome:
     """What came of a sync on the main process, for all."""
 
+    base_urls: frozenset[str]
     problem: Exception | None = None
     folder: Path | None = None
     left_out: list[str] = field(default_factory=list)
@@ -187,7 +194,9 @@ def _post(base_url: str, path: str, body: dict[str, Any] | None) -> "requests.Re
     try:
         with requests.Session() as session:
             session.trust_env = False  # no proxy, as for sampling
-            response = session.post(base_url + path, json=body, timeout=RELOAD_TIMEOUT_S, allow_redirects=False)
+            response = session.post(
+                base_url + path, json=body, timeout=(CONNECT_TIMEOUT_S, RELOAD_TIMEOUT_S), allow_redirects=False
+            )
     except requests.ConnectionError as cause:
         raise ServerGoneError(f"{base_url}{path} cannot be reached: {type(cause).__name__}: {cause}") from cause
     except requests.RequestException as cause:

@@ -48,6 +48,7 @@ class Member:
         self._loaded: str | None = None
         """The process that has the trainer's weights, if it is known which."""
         self._search: asyncio.Task[None] | None = None
+        self._restoring: asyncio.Future[None] | None = None
         self._left: list[ServerClient] = []
         """Clients of processes that are gone: requests may still be ending on them."""
 
@@ -79,11 +80,16 @@ class Member:
             self._search = asyncio.create_task(self._bring_back())
 
     async def stop_seeking(self) -> None:
-        """A restore that is under way is waited for: the trainer's sync must not meet it."""
+        """A restore that is under way goes on: see `settle`."""
         search, self._search = self._search, None
         if search is not None:
             search.cancel()
             await asyncio.gather(search, return_exceptions=True)
+
+    async def settle(self) -> None:
+        """Wait for a restore that is under way: the trainer's sync must not meet it."""
+        if self._restoring is not None:
+            await asyncio.wait([self._restoring])
 
     async def is_another(self) -> bool:
         """Whether the process that answers is not the one that was proved.
@@ -156,13 +162,11 @@ class Member:
 
     async def _restored(self) -> None:
         assert self._restore is not None
-        restoring = asyncio.ensure_future(call(self._restore, self.base_url))
-        try:
-            with boundary(WeightSyncError, f"The weights could not be brought to {self.base_url}"):
-                await asyncio.shield(restoring)
-        except asyncio.CancelledError:
-            await asyncio.wait([restoring])
-            raise
+        await self.settle()
+        self._restoring = asyncio.ensure_future(call(self._restore, self.base_url))
+        self._restoring.add_done_callback(lambda restoring: restoring.cancelled() or restoring.exception())
+        with boundary(WeightSyncError, f"The weights could not be brought to {self.base_url}"):
+            await asyncio.shield(self._restoring)
 
 
 async def first_reached(members: Sequence[Member]) -> bool:

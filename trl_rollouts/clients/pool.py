@@ -16,7 +16,7 @@ from ..sampling import Sampling
 from ..trajectory import Completion
 from .member import Member, Reach, Restore, first_reached
 
-MAX_LOSSES = 3
+MAX_LOSSES = 5
 """Servers that one request may lose. One that kills its server would kill each in turn, and each restart."""
 
 
@@ -58,20 +58,21 @@ class PoolClient:
                     return completion
             except ServerGoneError as error:
                 member.lose(client, error)
+                num_losses += 1
             finally:
                 member.in_flight -= 1
-            num_losses += 1
         raise ServerError(
             f"{MAX_LOSSES} servers were lost with a request of {len(token_ids)} tokens, max_tokens="
             f"{sampling.max_tokens}. Their logs say why; it may be that this request kills them."
         )
 
     async def roll_call(self) -> None:
-        """Begin a call of the rollout: at least one server is there.
+        """Begin a call of the rollout: at least one server is there, and no restore is under way.
 
         Raises:
             ServerError: none is, or nothing can bring weights to it.
         """
+        await asyncio.gather(*(member.settle() for member in self._members))
         await asyncio.gather(*(member.look() for member in self._members))
         if any(member.is_reached for member in self._members):
             return
@@ -86,18 +87,16 @@ class PoolClient:
                 member.miss(ServerGoneError(f"The server at {member.base_url} did not get the new weights."))
 
     async def rest(self) -> list[str]:
-        """End a call of the rollout: the addresses of servers that were restarted within it, without being missed.
-
-        Raises:
-            ServerError: none is left, and trajectories have ended for want of one.
-        """
+        """End a call of the rollout: the addresses of servers that were restarted within it, without being missed."""
         await asyncio.gather(*(member.stop_seeking() for member in self._members))
         await asyncio.gather(*(member.forget() for member in self._members))
-        if not any(member.client for member in self._members):
-            raise self._none_is_left()
         there = [member for member in self._members if member.client is not None]
         others = await asyncio.gather(*(member.is_another() for member in there), return_exceptions=True)
         return [member.base_url for member, is_other in zip(there, others, strict=True) if is_other is True]
+
+    def absence(self) -> RolloutError | None:
+        """What to raise where nothing came of a call for want of a server; None if one is there."""
+        return None if any(member.client for member in self._members) else self._none_is_left()
 
     async def close(self) -> None:
         for member in self._members:
