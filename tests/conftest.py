@@ -1,6 +1,5 @@
 """The real model and the real servers, started once a session. Tests that need none of them run first."""
 
-import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,14 +52,6 @@ def trl_server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         _missing(f"{OLD_TRL} does not exist: `make setup` puts TRL 1.10.0 there.")
     with old_trl_server(smollm2, tmp_path_factory.mktemp("trl") / "server.log") as base_url:
         yield base_url
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _libraries_in_ci() -> None:
-    """What has no reason to be missing there. reasoning-gym has one: a compiler."""
-    if os.environ.get("CI") == "true":
-        for name in ("gymnasium", "textarena", "verifiers.v1", "websockets"):
-            importlib.import_module(name)
 
 
 def _missing(what: str) -> NoReturn:

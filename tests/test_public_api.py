@@ -1,6 +1,8 @@
 """What users import, what importing costs, and which module may know which."""
 
 import ast
+import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +76,9 @@ def _imported(path: Path, parts: tuple[str, ...]) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.level == len(parts):
             found |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
     return found - {parts[0]}
+
+
+@pytest.mark.skipif(os.environ.get("CI") != "true", reason="elsewhere the tests of an adapter are skipped without")
+@pytest.mark.parametrize("library", ["gymnasium", "textarena", "verifiers.v1", "websockets"])
+def test_what_the_adapters_are_tested_with_is_there(library: str) -> None:
+    importlib.import_module(library)
