@@ -82,8 +82,9 @@ def play(recipe: Any, tiny: str, output_dir: Path, reply: Callable[[str], str], 
 
 def crossing(lake: str) -> list[str]:
     """The moves of a shortest way over a lake, from the place in brackets."""
-    rows = [line.replace("[", "").replace("]", "") for line in lake.splitlines()]
-    marked = next((row, line.index("[")) for row, line in enumerate(lake.splitlines()) if "[" in line)
+    lines = [line.strip() for line in lake.splitlines() if "(" not in line]  # the last move
+    rows = [line.replace("[", "").replace("]", "") for line in lines]
+    marked = next((row, line.index("[")) for row, line in enumerate(lines) if "[" in line)
     ways, seen = [(marked, list[str]())], {marked}
     for (row, column), moves in ways:
         if rows[row][column] == "G":

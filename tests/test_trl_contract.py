@@ -347,14 +347,15 @@ def test_observations_stay_out_of_the_importance_ratio(server_mode_run: Run) -> 
 
 
 def test_in_vllms_server_mode_the_weights_are_left_to_trl(server_mode_run: Run) -> None:
-    assert {path for path, _ in server_mode_run.server.requests} == {"/v1/models", "/v1/completions"}
+    assert {path for path, _ in server_mode_run.server.requests} == {"/v1/models", "/metrics", "/v1/completions"}
 
 
 def test_weights_are_reloaded_once_a_step_before_its_first_request(tool_run: Run) -> None:
     def kind(path: str, body: Any) -> str:
         return "probe" if path == "/v1/completions" and isinstance(body["prompt"], str) else path
 
-    order = [name for name, _ in groupby(kind(path, body) for path, body in tool_run.server.requests)]
+    asked = [(path, body) for path, body in tool_run.server.requests if path != "/metrics"]
+    order = [name for name, _ in groupby(kind(path, body) for path, body in asked)]
     sync = ["/collective_rpc", "/reset_prefix_cache"]
     # The evaluation after a step and the step after it sample from the same weights.
     assert order == ["/v1/models", "probe", *[*sync, "/v1/completions"] * 3]
