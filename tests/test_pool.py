@@ -68,6 +68,7 @@ class Server(FakeServer):
     def __init__(self) -> None:
         super().__init__(lambda prompt: Reply([97, END], delay_s=self.delay_s))
         self.delay_s = 0.0
+        self.starting: list[threading.Timer] = []
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +84,9 @@ def servers() -> Iterator[list[Server]]:
         server.start()
     yield both
     for server in both:
+        for timer in server.starting:
+            timer.cancel()
+            timer.join()
         server.stop()
 
 
@@ -125,7 +129,8 @@ def lost(server: Server) -> Callable[[], None]:
 
     def lose() -> None:
         server.stop()
-        threading.Timer(1.5, server.start).start()
+        server.starting.append(threading.Timer(1.5, server.start))
+        server.starting[-1].start()
 
     return lose
 
