@@ -199,6 +199,16 @@ def test_after_a_sync_the_server_is_the_trainers_model(
     assert len(list((tmp_path / "weights").iterdir())) == 1
 
 
+def mean_distance(model: Any, batch: dict[str, list[Any]]) -> float:
+    """Between the logprobs of a batch's sampled tokens and the model's own, in nats."""
+    distances = []
+    for row in range(len(batch["prompt_ids"])):
+        own = own_logprobs(model, batch["prompt_ids"][row], batch["completion_ids"][row], temperature=1.0)
+        columns = zip(own, batch["logprobs"][row], batch["env_mask"][row], strict=True)
+        distances += [abs(mine - theirs) for mine, theirs, is_sampled in columns if is_sampled]
+    return sum(distances) / len(distances)
+
+
 def test_trajectories_outlive_their_server_and_go_on_with_the_trainers_weights(
     smollm2: Path, tokenizer: Any, model: Any, tmp_path: Path
 ) -> None:
@@ -226,13 +236,11 @@ def test_trajectories_outlive_their_server_and_go_on_with_the_trainers_weights(
             trainer = trainer_for(tokenizer, model, max_completion_length=600, temperature=1.0)
             batch = rollout(QUESTIONS, trainer)
             replacing.join()
-            for row in range(len(QUESTIONS)):
-                own = own_logprobs(model, batch["prompt_ids"][row], batch["completion_ids"][row], temperature=1.0)
-                sampled = [index for index, flag in enumerate(batch["env_mask"][row]) if flag]
-                assert max(abs(own[index] - batch["logprobs"][row][index]) for index in sampled) < 0.5
+            trained = mean_distance(model, batch)
         finally:
             layers[20], layers[29] = layers[29], layers[20]
         rollout.close()
+    assert trained < 0.1 < 0.5 < mean_distance(model, batch)  # in nats a token; the second of the base weights
     assert second == [base_url]
     assert batch["rollout_error"] == [None] * len(QUESTIONS)
 
