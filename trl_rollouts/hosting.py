@@ -62,8 +62,8 @@ class HostedEnv:
             self._env = await asyncio.shield(self._making)
         if missing := [name for name in ("reset", "step", "close") if not callable(getattr(self._env, name, None))]:
             raise SetupError(
-                f"The environment {type(self._env).__name__} has no method {', '.join(missing)}; see Env. A class made "
-                "for TRL's environment_factory goes in as trl_environment(...)."
+                f"The environment {type(self._env).__name__} has no method {', '.join(missing)}; see Env. A class "
+                "made for TRL's environment_factory goes in as trl_environment(...)."
             )
 
     async def reset(self, prompt: list[Message]) -> list[Message]:
