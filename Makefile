@@ -41,8 +41,8 @@ demo: setup ## train a small model to call a tool, through a real vLLM server
 test: setup $(FAMILIES) $(OPENENV) ## every test, those against real servers last
 	$(BIN)/python -m pytest
 
-test-fast: $(SETUP) ## the tests that need no server, no family's tokenizer and no environment library
-	$(BIN)/python -m pytest -m "not server and not families and not environments"
+test-fast: $(SETUP) ## the quick tests, which need no server, no family's tokenizer and no environment library
+	$(BIN)/python -m pytest -m "not server and not families and not environments and not slow"
 
 soak: $(SETUP) ## a chaos run of 5000 trajectories (a few minutes); prints one JSON line
 	PYTHONPATH=tests $(BIN)/python tests/soak.py --trajectories 5000 --seed 1

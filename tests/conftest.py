@@ -14,6 +14,16 @@ from servers import vllm_server as start_vllm_server
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
+SLOW = {
+    "test_cli",
+    "test_executors",
+    "test_interruption",
+    "test_pool",
+    "test_recipes",
+    "test_soak",
+    "test_trl_contract",
+}
+"""What starts processes, or waits for what it has broken."""
 SERVER_TEST_TIMEOUT_S = 600  # the first one waits for its server
 
 
@@ -22,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "envs":
             item.add_marker("environments")
+        if item.path.parent.name == "sandbox" or item.path.stem in SLOW:
+            item.add_marker("slow")
     items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in slow])
     for item in items:
         if item.get_closest_marker("server") and not item.get_closest_marker("timeout"):
